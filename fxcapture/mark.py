@@ -1,0 +1,317 @@
+"""The mark op, and the scope that puts marks behind module calls.
+
+A *mark* is an operator without outputs that stands in a graph right behind one call of
+one module and holds what the call returned.  A *scope* is the time in which the target
+modules emit marks (or hand their values to a collector): on entry each target gets a
+``forward`` of its own in the instance's ``__dict__``, on exit the key goes again.
+
+Terms
+    target: how one module is tapped, as constants (see :class:`Target`).
+    observation: what one call produced: a structure, and its leaves.
+    derived value: a tensor computed for the capture and not by the model: a copy of an
+        input, taken when the module was entered, or a reduction.
+
+Invariants
+    The functions between ``enter`` and ``leave`` are traced by Dynamo.  There the set
+    and the delete of the key are a net no-op: nothing is written to the module when the
+    compiled code runs, no hook dictionary changes, no guard on hooks is added.  That
+    holds for ``module.__dict__[key] = ...`` only; ``setattr`` would be replayed.
+    Each call gives one mark, also a call that returned no tensor.
+    A module with forward hooks gives two: one behind ``forward`` and a *hooked* one
+    behind the hooks, whose result is what the caller received.  Two marks, and no state
+    shared between the two overrides, since a higher-order operator's body may not write
+    to anything outside of it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from fxcapture import _compat
+from fxcapture.errors import ElementError
+from fxcapture.structure import encode, parse
+
+__all__ = [
+    "MARK",
+    "Observation",
+    "Request",
+    "Target",
+    "describe_forward",
+    "emit_mark",
+    "enter",
+    "find",
+    "has_forward",
+    "leave",
+    "observe",
+]
+
+_LIBRARY = torch.library.Library("fxcapture", "FRAGMENT")
+_LIBRARY.define(
+    "mark(Tensor[] result, Tensor[] derived, SymInt[] sizes, SymInt[] entry_sizes, "
+    "str structure, str entries, str path, bool hooked) -> ()"
+)
+
+
+def _no_op(
+    result: Sequence[torch.Tensor],
+    derived: Sequence[torch.Tensor],
+    sizes: Sequence[int],
+    entry_sizes: Sequence[int],
+    structure: str,
+    entries: str,
+    path: str,
+    hooked: bool,
+) -> None:
+    """A mark that was not turned into a tap does nothing."""
+
+
+# CompositeExplicitAutograd and not CompositeImplicitAutograd: tracers must see the op.
+_LIBRARY.impl("mark", _no_op, "CompositeExplicitAutograd")
+torch.library.register_fake("fxcapture::mark", _no_op, lib=_LIBRARY)
+MARK = torch.ops.fxcapture.mark.default
+torch.fx.node.has_side_effect(MARK)
+
+
+class Request(NamedTuple):
+    """A reduction that one record wants of a target.
+
+    Attributes:
+        record: The record's name.
+        output: The tap's ``output``.
+        entry: Which of the target's ``entries`` to reduce; -1 for none.
+        result: Whether to reduce the result.
+    """
+
+    record: str
+    output: int | str | None
+    entry: int
+    result: bool
+
+
+class Target(NamedTuple):
+    """How one module is tapped; constants only, so that it can stand in a trace.
+
+    Attributes:
+        path: The path the user sees; it names the site.
+        real_path: Names to follow from the root to the module.
+        key: What the scope overrides: ``"forward"``; ``"_call_impl"`` to see what the
+            module's forward hooks return; ``"_compiled_call_impl"`` for a module that
+            was compiled by itself and is called from outside a graph.
+        entries: Parameters of ``forward`` to copy on entry, by position or name.
+        names: Parameter names of ``forward``, in order.
+        requests: The reductions to compute.
+    """
+
+    path: str
+    real_path: tuple[str, ...]
+    key: str
+    entries: tuple[int | str, ...]
+    names: tuple[str, ...]
+    requests: tuple[Request, ...]
+
+
+class Observation(NamedTuple):
+    """What one call produced.
+
+    The fields are the mark op's arguments, in their order.
+
+    Attributes:
+        result: Tensor leaves of the result; the model's own, not copied.
+        derived: Tensor leaves of the entries, copied on entry, then the reductions.
+        sizes: Integer leaves of the result.
+        entry_sizes: Integer leaves of the entries.
+        structure: Structure of the result, see :mod:`fxcapture.structure`.
+        entries: Structure of the copied arguments, a tuple.
+        path: The module's path.
+        hooked: The result is what the forward hooks made of a call that has just given
+            an observation of its own.
+    """
+
+    result: list[torch.Tensor]
+    derived: list[torch.Tensor]
+    sizes: list[int]
+    entry_sizes: list[int]
+    structure: str
+    entries: str
+    path: str
+    hooked: bool
+
+
+Emit = Callable[[Observation], None]
+Reducers = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
+#: What ``enter`` changed: (instance dict, key, whether it was there, what was there).
+Saved = list[tuple[dict[str, Any], str, bool, Any]]
+
+
+def emit_mark(seen: Observation) -> None:
+    """Put a mark into the graph that is being traced."""
+    torch.ops.fxcapture.mark(
+        seen.result,
+        seen.derived,
+        seen.sizes,
+        seen.entry_sizes,
+        seen.structure,
+        seen.entries,
+        seen.path,
+        seen.hooked,
+    )
+
+
+def enter(
+    model: nn.Module, targets: Sequence[Target], emit: Emit, reducers: Reducers
+) -> Saved:
+    """Make each target hand an observation of each of its calls to ``emit``."""
+    saved: Saved = []
+    for target in targets:
+        module = find(model, target)
+        slot = module.__dict__
+        saved.append((slot, target.key, target.key in slot, slot.get(target.key)))
+        slot[target.key] = observe(
+            getattr(module, target.key), target, emit, reducers
+        )
+    return saved
+
+
+def find(model: nn.Module, target: Target) -> nn.Module:
+    """The module a target means."""
+    module = model
+    for name in target.real_path:
+        module = module._modules[name]  # type: ignore[assignment]
+    return module
+
+
+def leave(saved: Saved) -> None:
+    """Undo ``enter``; in reverse, since one module may stand in the list twice."""
+    for slot, key, present, value in reversed(saved):
+        if present:
+            slot[key] = value
+        else:
+            del slot[key]
+
+
+def observe(
+    original: Callable[..., Any], target: Target, emit: Emit, reducers: Reducers
+) -> Callable[..., Any]:
+    """``original``, which then hands an :class:`Observation` to ``emit``."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        derived: list[torch.Tensor] = []
+        reduced: list[torch.Tensor] = []
+        entry_sizes: list[int] = []
+        entries = "t()"
+        if target.entries:
+            seen: list[torch.Tensor] = []
+            bound = tuple([_argument(target, e, args, kwargs) for e in target.entries])
+            entries = encode(bound, seen, entry_sizes)
+            # Copied now: the module may write to its input before it returns.
+            derived = [t.clone() for t in seen]
+            for request in target.requests:
+                if request.entry >= 0:
+                    for i in entry_leaves(entries, request.entry):
+                        reduced.append(reducers[request.record](derived[i]))
+        value = original(*args, **kwargs)
+        result: list[torch.Tensor] = []
+        sizes: list[int] = []
+        structure = encode(value, result, sizes)
+        for request in target.requests:
+            if request.result:
+                for i in element_leaves(structure, request.output):
+                    reduced.append(reducers[request.record](result[i]))
+        emit(
+            Observation(
+                result,
+                derived + reduced,
+                sizes,
+                entry_sizes,
+                structure,
+                entries,
+                target.path,
+                target.key == "_call_impl",
+            )
+        )
+        return value
+
+    return forward
+
+
+def _argument(
+    target: Target, which: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """One argument of a call, however it was passed; ``None`` if it was not."""
+    if isinstance(which, int):
+        if which < len(args):
+            return args[which]
+        if which < len(target.names):
+            return kwargs.get(target.names[which])
+        return None
+    if which in kwargs:
+        return kwargs[which]
+    if which in target.names:
+        position = target.names.index(which)
+        if position < len(args):
+            return args[position]
+    return None
+
+
+@torch.compiler.assume_constant_result
+def element_leaves(text: str, output: int | str | None) -> tuple[int, ...]:
+    """Tensor leaves of the element ``output``; none where it does not exist.
+
+    The plan raises the error for a missing element, with the record's name in it.
+    """
+    try:
+        return tuple(parse(text).element(output, "the output").leaves("tensor"))
+    except ElementError:
+        return ()
+
+
+@torch.compiler.assume_constant_result
+def entry_leaves(text: str, entry: int) -> tuple[int, ...]:
+    """Tensor leaves of one of the copied arguments."""
+    return tuple(parse(text).children[entry].leaves("tensor"))
+
+
+def describe_forward(module: nn.Module) -> tuple[tuple[str, ...], bool, bool]:
+    """Parameter names of ``forward``, and whether it takes ``*args`` and ``**kwargs``."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):  # builtin or scripted: no signature to read
+        return (), True, True
+    names = tuple(
+        p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
+    return (
+        names,
+        any(p.kind is p.VAR_POSITIONAL for p in parameters),
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called: a container such as ``ModuleList`` cannot."""
+    if "forward" in module.__dict__:
+        return True
+    # Through the class dictionaries: a scripted module's ``forward`` is a descriptor
+    # that works on instances only.
+    owner = next(c for c in type(module).__mro__ if "forward" in c.__dict__)
+    return owner is not nn.Module
+
+
+def override_keys(module: nn.Module, *, eager_caller: bool = False) -> tuple[str, ...]:
+    """Which attributes a scope overrides to see what the module's caller receives.
+
+    Args:
+        module: The target.
+        eager_caller: The caller runs outside a graph, where a module that was compiled
+            by itself is entered through ``_compiled_call_impl``.
+    """
+    if eager_caller and _compat.is_compiled_in_place(module):
+        return ("_compiled_call_impl",)
+    if _compat.has_forward_hooks(module):
+        return ("forward", "_call_impl")
+    return ("forward",)

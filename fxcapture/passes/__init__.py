@@ -1,0 +1,86 @@
+"""Graph passes, one per file, and the order in which they run.
+
+=====================  ===============================================================
+``collect_marks``      read the sites of a marked graph (an analysis)
+``insert_taps``        copy each wanted value at its mark
+``lift_taps``          bring taps out of higher-order operators' bodies
+``extend_outputs``     make taps outputs of the graph
+``erase_marks``        remove marks and what was computed for them alone
+``prune_unneeded``     end the graph where its outputs end (records only)
+``verify_graph``       check what must hold afterwards
+=====================  ===============================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import fx
+
+from fxcapture.passes.base import copy_graph_module, walk
+from fxcapture.passes.collect_marks import MarkedSites, collect_marks, pair_hooked
+from fxcapture.passes.erase_marks import erase_marks
+from fxcapture.passes.extend_outputs import OUTPUTS, extend_outputs
+from fxcapture.passes.insert_taps import insert_taps
+from fxcapture.passes.lift_taps import lift_taps
+from fxcapture.passes.prune_unneeded import prune_unneeded
+from fxcapture.passes.verify_graph import verify_graph
+from fxcapture.plan import Leaf
+
+__all__ = [
+    "OUTPUTS",
+    "MarkedSites",
+    "collect_marks",
+    "copy_graph_module",
+    "erase_marks",
+    "extend_outputs",
+    "insert_taps",
+    "lift_taps",
+    "pair_hooked",
+    "prune_unneeded",
+    "rewrite",
+    "verify_graph",
+    "walk",
+    "without_marks",
+]
+
+
+def rewrite(
+    gm: fx.GraphModule,
+    marked: MarkedSites,
+    wanted: Mapping[int, Mapping[Leaf, None]],
+    wanted_sizes: Mapping[int, Mapping[tuple[bool, int], None]],
+    *,
+    prune: bool = False,
+) -> fx.GraphModule:
+    """A copy of a marked graph whose extra outputs are the wanted values.
+
+    ``meta[OUTPUTS]`` of the result names the outputs behind the model's own.
+
+    Args:
+        gm: The marked graph; not changed.
+        marked: Its sites.
+        wanted: Site index to the tensor leaves to bring out.
+        wanted_sizes: Site index to the integer leaves to bring out.
+        prune: End the graph at the last operation that an output needs.
+
+    Raises:
+        UnreachableValueError: a wanted value cannot leave a body.
+        GraphError: a pass broke the graph (our bug).
+    """
+    made = copy_graph_module(gm)
+    insert_taps(made, marked, wanted, wanted_sizes)
+    lift_taps(made, marked.sites)
+    extend_outputs(made)
+    erase_marks(made)
+    if prune:
+        prune_unneeded(made)
+    for owner in {id(o): o for o, _, _ in walk(made)}.values():
+        owner.recompile()
+    verify_graph(made)
+    return made
+
+
+def without_marks(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a marked graph as it would be without capture."""
+    return rewrite(gm, collect_marks(gm, classes={}), {}, {})

@@ -1,0 +1,115 @@
+"""What every pass shares: its result, copying, and walking into sub-graphs.
+
+Terms
+    pass: a function ``(gm, ...) -> PassResult``.  The pipeline copies the graph once at
+        entry with :func:`copy_graph_module`; a pass edits that copy only.
+    body: the graph module that a higher-order operator runs, such as the region of an
+        activation checkpoint.
+    tap: a node that holds a captured tensor; ``node.meta[TAP]`` says which.
+
+Invariants
+    ``modified`` is truthful.  Node metadata is shared with the original graph's (it
+    holds fake tensors, which must not be copied), the dictionaries are not.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from typing import final
+
+import torch
+from torch import fx
+
+from fxcapture import _compat
+from fxcapture.mark import MARK
+from fxcapture.plan import Leaf
+
+__all__ = ["TAP", "PassResult", "TapKey", "bodies", "copy_graph_module", "is_mark", "walk"]
+
+#: Metadata key of a tap node; the value is a :class:`TapKey`.
+TAP = "fxcapture_tap"
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class TapKey:
+    """Which tensor (or integer) of which site a tap holds.
+
+    Attributes:
+        site: Index into the graph's sites.
+        leaf: The tensor; ``None`` for an integer leaf.
+        size: (is entry, index) of an integer leaf; ``None`` for a tensor.
+    """
+
+    site: int
+    leaf: Leaf | None = None
+    size: tuple[bool, int] | None = None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class PassResult:
+    """A pass's graph module and whether the pass changed it."""
+
+    graph_module: fx.GraphModule
+    modified: bool
+
+
+def is_mark(node: fx.Node) -> bool:
+    """Whether a node is a mark."""
+    return node.op == "call_function" and node.target is MARK or (
+        node.target is torch.ops.fxcapture.mark
+    )
+
+
+def bodies(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, fx.GraphModule]]:
+    """Name and module of each body that a node runs, in argument order."""
+    if not _compat.is_higher_order(node):
+        return
+    for arg in node.all_input_nodes:
+        if arg.op == "get_attr":
+            body = getattr(gm, str(arg.target), None)
+            if isinstance(body, fx.GraphModule):
+                yield str(arg.target), body
+
+
+def walk(
+    gm: fx.GraphModule, region: tuple[str, ...] = ()
+) -> Iterator[tuple[fx.GraphModule, fx.Node, tuple[str, ...]]]:
+    """Every node in execution order, those of bodies where their operator stands.
+
+    Yields:
+        (owner of the node, the node, names of the operators around it).
+    """
+    for node in gm.graph.nodes:
+        for _, body in bodies(gm, node):
+            yield from walk(body, (*region, operator_name(node)))
+        yield gm, node, region
+
+
+def operator_name(node: fx.Node) -> str:
+    """Name of a higher-order operator, such as ``tag_activation_checkpoint``."""
+    target = node.target
+    return str(target.name()) if hasattr(target, "name") else str(target)
+
+
+def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
+    """A graph module with its own graph (and bodies), sharing everything else.
+
+    Parameters, buffers and metadata values are shared with ``gm``.
+    """
+    # Graph.__deepcopy__ copies the metadata dictionaries one level deep; a deep copy of
+    # the module itself would copy fake tensors, which takes seconds.
+    made = fx.GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+    for name, value in gm.__dict__.items():
+        if name not in made.__dict__:
+            made.__dict__[name] = value
+    for old, new in zip(gm.graph.nodes, made.graph.nodes, strict=True):
+        _compat.copy_node_source(old, new)
+    made.meta = dict(gm.meta)
+    for node in gm.graph.nodes:
+        for name, body in bodies(gm, node):
+            setattr(made, name, copy_graph_module(body))
+    return made

@@ -1,0 +1,60 @@
+"""Remove the marks, and what was computed for them alone.
+
+After it the graph holds the model's nodes and the wanted taps, nothing else: with no
+tap it is the graph that the model has without capture, node for node.  A node of the
+model that nothing uses stays, as it would without capture.
+
+Idempotent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from fxcapture.passes.base import PassResult, bodies, is_mark
+from fxcapture.passes.collect_marks import observation
+
+__all__ = ["erase_marks"]
+
+
+def erase_marks(gm: fx.GraphModule) -> PassResult:
+    """Erase every mark of a graph and of its bodies."""
+    modified = False
+    for node in list(gm.graph.nodes):
+        for _, body in bodies(gm, node):
+            modified |= erase_marks(body).modified
+    # In reverse, so that a copy of a copy (of an outer module's input) goes first.
+    for node in reversed(list(gm.graph.nodes)):
+        if not is_mark(node):
+            continue
+        seen = observation(node)
+        derived = list(seen.derived)
+        result = set(seen.result)
+        gm.graph.erase_node(node)
+        _erase_derived(derived, result)
+        modified = True
+    return PassResult(gm, modified)
+
+
+def _erase_derived(derived: Iterable[fx.Node], result: set[fx.Node]) -> None:
+    """Erase what the mark's own tensors were computed with, up to the model's nodes.
+
+    Copies of inputs are ``clone`` nodes: what they copy belongs to the model.  A
+    reduction's nodes lie between it and such a copy or the call's result.
+    """
+    nodes = list(derived)
+    copies = {n for n in nodes if n.op == "call_method" and n.target == "clone"}
+    stack = list(nodes)
+    erased: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node in result or node in erased or node.users:
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            continue
+        inputs = [] if node in copies else node.all_input_nodes
+        node.graph.erase_node(node)
+        erased.add(node)
+        stack.extend(inputs)

@@ -1,0 +1,131 @@
+"""Put a tap at the mark of every wanted value.
+
+At the mark's position the value is what the caller of the module received; the tap
+copies it there, so that a later in-place write does not show.  The copy is an ordinary
+``clone``: Inductor removes it where nothing writes to the value, other backends run it.
+
+Not idempotent: each run adds taps.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxcapture.passes.base import TAP, PassResult, TapKey, is_mark, walk
+from fxcapture.passes.collect_marks import MarkedSites, observation
+from fxcapture.plan import Leaf
+
+__all__ = ["insert_taps"]
+
+
+def insert_taps(
+    gm: fx.GraphModule,
+    marked: MarkedSites,
+    wanted: Mapping[int, Mapping[Leaf, None]],
+    wanted_sizes: Mapping[int, Mapping[tuple[bool, int], None]],
+) -> PassResult:
+    """Add a tap node for each wanted leaf, right before the mark that holds it.
+
+    Args:
+        gm: A marked graph; edited.
+        marked: Its sites.
+        wanted: Site index to tensor leaves.
+        wanted_sizes: Site index to integer leaves; constants need no tap.
+    """
+    by_mark: dict[int, list[tuple[int, bool]]] = {}
+    for site, (inner, outer) in enumerate(marked.marks):
+        by_mark.setdefault(outer, []).append((site, False))
+        by_mark.setdefault(inner, []).append((site, True))
+    marks = [(owner, node) for owner, node, _ in walk(gm) if is_mark(node)]
+    modified = False
+    for position, (owner, node) in enumerate(marks):
+        seen = observation(node)
+        with owner.graph.inserting_before(node):
+            for site, entry in by_mark.get(position, ()):
+                for leaf in wanted.get(site, ()):
+                    if leaf.entry is entry:
+                        _tap_tensor(node, seen, TapKey(site, leaf=leaf))
+                        modified = True
+                for size in wanted_sizes.get(site, ()):
+                    if size[0] is entry:
+                        modified |= _tap_size(node, seen, TapKey(site, size=size))
+    return PassResult(gm, modified)
+
+
+def _tap_tensor(mark: fx.Node, seen: Any, key: TapKey) -> None:
+    leaf = key.leaf
+    assert leaf is not None
+    source = (seen.result if leaf.kind == "result" else seen.derived)[leaf.index]
+    graph = mark.graph
+    example = source.meta.get("example_value", source.meta.get("val"))
+    value = source
+    if leaf.detach:
+        value = _call(graph, mark, value, "detach", (), {}, lambda t: t.detach())
+    options: dict[str, Any] = {}
+    if leaf.dtype is not None and (example is None or example.is_floating_point()):
+        options["dtype"] = leaf.dtype
+    if leaf.device is not None:
+        options["device"] = leaf.device
+    if options:
+        value = _call(
+            graph, mark, value, "to", (), options, lambda t: t.to(**options)
+        )
+    if not _is_fresh(example, leaf):
+        value = _call(graph, mark, value, "clone", (), {}, lambda t: t.clone())
+    value.meta[TAP] = key
+
+
+def _is_fresh(example: Any, leaf: Leaf) -> bool:
+    """Whether the treatment has made a tensor of its own already.
+
+    True as well for a value that the scope copied when the module was entered.
+    """
+    if leaf.kind == "derived" and leaf.entry and not leaf.detach:
+        return False
+    if example is None:
+        return False
+    converted = (
+        leaf.dtype is not None
+        and example.is_floating_point()
+        and example.dtype != leaf.dtype
+    )
+    moved = leaf.device is not None and example.device != leaf.device
+    return converted or moved
+
+
+def _call(
+    graph: fx.Graph,
+    mark: fx.Node,
+    source: fx.Node,
+    method: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    run: Callable[[torch.Tensor], torch.Tensor],
+) -> fx.Node:
+    node = graph.call_method(method, (source, *args), kwargs)
+    for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
+        if key in mark.meta:
+            node.meta[key] = mark.meta[key]
+    for key in ("example_value", "val"):
+        example = source.meta.get(key)
+        if isinstance(example, torch.Tensor):
+            node.meta[key] = run(example)
+    return node
+
+
+def _tap_size(mark: fx.Node, seen: Any, key: TapKey) -> bool:
+    assert key.size is not None
+    entry, index = key.size
+    source = (seen.entry_sizes if entry else seen.sizes)[index]
+    if not isinstance(source, fx.Node):
+        return False
+    graph = mark.graph
+    node = graph.call_function(operator.mul, (source, 1))
+    node.meta = {k: v for k, v in source.meta.items() if k != TAP}
+    node.meta[TAP] = key
+    return True

@@ -1,0 +1,530 @@
+"""A spec bound to the sites of one run: which value of which site feeds which slot.
+
+Terms
+    match: the paths that a tap's target means in one model.
+    leaf: one tensor to bring out of a graph: a site's result, entry or reduction, and
+        the treatment (detach, dtype, device) of the tap that asked for it.
+    slot: one position of a record.
+
+Invariants
+    A plan is frozen and mentions nodes and modules by name only.  Positions are what the
+    user wrote; a negative one is resolved here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, final
+
+import torch
+from torch import nn
+
+from fxcapture.errors import (
+    ElementError,
+    FxCaptureError,
+    NeverCalledError,
+    SelectionError,
+    TargetNotFoundError,
+    UnsupportedOutputError,
+    nearest,
+)
+from fxcapture.mark import (
+    Request,
+    Target,
+    describe_forward,
+    element_leaves,
+    has_forward,
+    override_keys,
+)
+from fxcapture.selector import ModuleTable
+from fxcapture.sites import Site
+from fxcapture.spec import CaptureSpec, Tap, normalise_select
+from fxcapture.structure import Structure
+
+__all__ = [
+    "Leaf",
+    "Match",
+    "Plan",
+    "RecordPlan",
+    "Slot",
+    "canonical_selection",
+    "leaves_of",
+    "match",
+    "resolve",
+]
+
+Kind = Literal["result", "derived"]
+#: Record name to positions, where they differ from the spec's.
+SelectionMap = Mapping[str, Any]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """One tensor of one site, as one tap wants it.
+
+    Attributes:
+        kind: Which list of the mark it stands in: a ``"result"`` tensor is the model's
+            own; a ``"derived"`` one was made for the capture.
+        index: Its place in that list.
+        entry: It was taken when the module was entered: of the two marks of a call with
+            forward hooks, it stands in the first.
+        detach: Cut it from autograd.
+        dtype: Cast to it if it is of a floating-point dtype.
+        device: Move it there.
+    """
+
+    kind: Kind
+    index: int
+    entry: bool = False
+    detach: bool = False
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+    def treat(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` after detach, dtype and device; may alias ``value``."""
+        if self.detach:
+            value = value.detach()
+        dtype = self.dtype if value.is_floating_point() else None
+        if dtype is not None or self.device is not None:
+            value = value.to(device=self.device, dtype=dtype)
+        return value
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """One recorded position.
+
+    Attributes:
+        site: Index into the site table.
+        structure: Shape of the value.
+        leaves: For each tensor leaf of ``structure``, its index there and the leaf.
+        sizes: Integer leaves of ``structure``, as indices into the site's ``sizes``, or
+            into its ``entry_sizes`` if ``entry``.
+        entry: The value is what the module received.
+    """
+
+    site: int
+    structure: Structure
+    leaves: tuple[tuple[int, Leaf], ...]
+    sizes: tuple[int, ...]
+    entry: bool = False
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class RecordPlan:
+    """One record: a slot for each position, ``None`` where not selected."""
+
+    name: str
+    paths: tuple[str, ...]
+    slots: tuple[Slot | None, ...]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Where every slot of every record comes from."""
+
+    records: tuple[RecordPlan, ...]
+
+    def wanted(self) -> dict[int, dict[Leaf, None]]:
+        """Site index to the leaves to bring out, in order, each once."""
+        wanted: dict[int, dict[Leaf, None]] = {}
+        for slot in self.slots():
+            leaves = wanted.setdefault(slot.site, {})
+            for _, leaf in slot.leaves:
+                leaves.setdefault(leaf)
+        return wanted
+
+    def wanted_sizes(self) -> dict[int, dict[tuple[bool, int], None]]:
+        """Site index to the integer leaves (is entry, index) that the records need."""
+        wanted: dict[int, dict[tuple[bool, int], None]] = {}
+        for slot in self.slots():
+            sizes = wanted.setdefault(slot.site, {})
+            sizes.update(dict.fromkeys((slot.entry, i) for i in slot.sizes))
+        return wanted
+
+    def slots(self) -> Iterator[Slot]:
+        """Every recorded position."""
+        for record in self.records:
+            yield from (slot for slot in record.slots if slot is not None)
+
+
+# --------------------------------------------------------------------------------------
+# Spec and model
+# --------------------------------------------------------------------------------------
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Match:
+    """A spec bound to the modules of one model.
+
+    Attributes:
+        paths: Record name to the matched paths, in module order.
+        targets: How each matched module is tapped.
+        classes: Path to class name.
+        requests: Path to the reductions its marks carry.
+        entries: Path to the arguments its marks carry.
+        inside_fused: A target stands inside a ``nn.TransformerEncoderLayer``, whose
+            fused kernel for inference calls none of its submodules.
+    """
+
+    paths: Mapping[str, tuple[str, ...]]
+    targets: tuple[Target, ...]
+    classes: Mapping[str, str]
+    requests: Mapping[str, tuple[Request, ...]]
+    entries: Mapping[str, tuple[int | str, ...]]
+    inside_fused: bool
+
+    def records_of(self, path: str) -> Iterator[str]:
+        """Names of the records that tap the module at ``path``."""
+        for name, paths in self.paths.items():
+            if path in paths:
+                yield name
+
+
+def entry_name(tap: Tap) -> int | str | None:
+    """The argument a tap copies on entry; ``None`` if it copies none."""
+    if tap.point == "input":
+        return 0 if tap.output is None else tap.output
+    return 0 if tap.initial else None
+
+
+def match(spec: CaptureSpec, model: nn.Module, *, eager_caller: bool = False) -> Match:
+    """Find the modules that a spec means.
+
+    Raises:
+        TargetNotFoundError: a target matches nothing.
+        AmbiguousTargetError: a class name names several classes.
+        NeverCalledError: an exact path names a container that cannot be called.
+        ElementError: ``point="input"`` names a parameter that ``forward`` lacks.
+    """
+    table = ModuleTable(model)
+    paths: dict[str, tuple[str, ...]] = {}
+    entries: dict[str, dict[int | str, None]] = {}
+    for name, tap in spec.items():
+        found = tap.target.match(table, optional=tap.optional)
+        found = tuple(p for p in found if _callable_or_named(p, table, tap, name))
+        paths[name] = found
+        for path in found:
+            wanted = entries.setdefault(path, {})
+            entry = entry_name(tap)
+            if entry is not None:
+                _check_parameter(table.first[path][1], entry, path, tap, name)
+                wanted.setdefault(entry)
+    targets = []
+    requests: dict[str, tuple[Request, ...]] = {}
+    for path, wanted in entries.items():
+        real_path, module = table.first[path]
+        order = tuple(wanted)
+        requests[path] = tuple(
+            Request(
+                name,
+                spec[name].output,
+                -1 if entry_name(spec[name]) is None else order.index(
+                    entry_name(spec[name])  # type: ignore[arg-type]
+                ),
+                spec[name].point == "output",
+            )
+            for name, found in paths.items()
+            if path in found and spec[name].reduce is not None
+        )
+        keys = override_keys(module, eager_caller=eager_caller)
+        names = describe_forward(module)[0]
+        for key in keys:
+            # Of a pair, the inner override sees what forward received, the outer what
+            # the caller gets.
+            outer = len(keys) > 1 and key == keys[-1]
+            targets.append(
+                Target(
+                    path=path,
+                    real_path=tuple(real_path.split(".")) if real_path else (),
+                    key=key,
+                    entries=() if outer else order,
+                    names=names,
+                    requests=tuple(r._replace(entry=-1) for r in requests[path])
+                    if outer
+                    else requests[path],
+                )
+            )
+    return Match(
+        paths=paths,
+        targets=tuple(targets),
+        classes={p: type(table.first[p][1]).__name__ for p in entries},
+        requests=requests,
+        entries={p: tuple(w) for p, w in entries.items()},
+        inside_fused=any(
+            isinstance(entry.module, nn.TransformerEncoderLayer)
+            and any(p.startswith(f"{entry.path}." if entry.path else "") and
+                    p != entry.path for p in entries)
+            for entry in table.candidates()
+        ),
+    )
+
+
+def _callable_or_named(path: str, table: ModuleTable, tap: Tap, name: str) -> bool:
+    """Whether a match can be called; a container that a glob swept up is skipped.
+
+    A container that was named exactly is an error instead.
+    """
+    module = table.first[path][1]
+    if has_forward(module):
+        return True
+    if path in tap.target.parts and not tap.optional:
+        raise NeverCalledError(
+            f"record {name!r}: target {path!r} is never called",
+            why=f"a {type(module).__name__} is a container without a forward of its own",
+            nearest=[f"{path}.{n}" if path else n for n, _ in module.named_children()],
+            remedy=f"name its children, such as {path + '.*' if path else '*'!r}",
+        )
+    return False
+
+
+def _check_parameter(
+    module: nn.Module, entry: int | str, path: str, tap: Tap, name: str
+) -> None:
+    names, takes_more, takes_named = describe_forward(module)
+    if isinstance(entry, int):
+        known = takes_more or takes_named or 0 <= entry < len(names)
+    else:
+        known = takes_named or entry in names
+    if tap.point == "input" and not known and not tap.optional:
+        raise ElementError(
+            f"record {name!r}: input {entry!r} does not exist in {path!r} "
+            f"({type(module).__name__})",
+            why="forward takes " + (", ".join(names) or "no parameters"),
+            nearest=nearest(str(entry), names),
+            remedy="name a parameter of forward, by position or name",
+        )
+
+
+# --------------------------------------------------------------------------------------
+# Spec and sites
+# --------------------------------------------------------------------------------------
+
+
+def _reduced_offset(
+    site: Site, requests: Sequence[Request], record: str, entry: bool
+) -> int:
+    """Where the reductions of one record start in the mark's derived list.
+
+    Mirrors the order in which :func:`fxcapture.mark.observe` appends them.  Behind
+    forward hooks a second mark holds the reductions of the result alone.
+    """
+    arguments = site.arguments
+    at = 0
+    if entry or not site.hooked:
+        at = sum(1 for _ in arguments.leaves("tensor"))
+        for request in requests:
+            if request.entry >= 0:
+                if entry and request.record == record:
+                    return at
+                at += sum(1 for _ in arguments.children[request.entry].leaves("tensor"))
+    for request in requests:
+        if request.record == record:
+            break
+        if request.result:
+            at += len(element_leaves(site.structure, request.output))
+    return at
+
+
+def _slot(
+    index: int, site: Site, name: str, tap: Tap, bound: Match, *, entry: bool
+) -> Slot:
+    """The value that ``tap`` takes from ``site``: its result, or what it received."""
+    if entry:
+        which = bound.entries[site.path].index(entry_name(tap))  # type: ignore[arg-type]
+        structure = site.arguments.children[which]
+        what = f"the input of {site.describe()}"
+    else:
+        what = f"the output of {site.describe()}, {site.result.describe()}"
+        structure = site.result.element(tap.output, what)
+    found = structure.opaque()
+    if found is not None:
+        where, cls = found
+        raise UnsupportedOutputError(
+            f"record {name!r}: {what} holds a {cls.__name__}"
+            + (f" at {where}" if where else ""),
+            why="a graph returns tensors, integers and constants only",
+            remedy="name a tensor element of the output with output=",
+        )
+    indices = tuple(structure.leaves("tensor"))
+    kind: Kind = "result"
+    start = 0
+    if tap.reduce is not None:
+        kind = "derived"
+        start = _reduced_offset(site, bound.requests[site.path], name, entry)
+        start -= indices[0] if indices else 0
+    elif entry:
+        kind = "derived"
+    leaves = tuple(
+        (
+            i,
+            Leaf(
+                kind=kind,
+                index=start + i,
+                entry=entry,
+                detach=tap.detach,
+                dtype=tap.dtype,
+                device=tap.device,
+            ),
+        )
+        for i in indices
+    )
+    return Slot(
+        site=index,
+        structure=structure,
+        leaves=leaves,
+        sizes=tuple(structure.leaves("int")),
+        entry=entry,
+    )
+
+
+def leaves_of(spec: CaptureSpec, bound: Match, site: Site) -> tuple[Leaf, ...]:
+    """Every leaf that any record may want of a site, selection left aside.
+
+    Needed where one graph is not the whole run, so that positions are not known yet.
+    """
+    wanted: dict[Leaf, None] = {}
+    for name in bound.records_of(site.path):
+        tap = spec[name]
+        for entry in (False, True):
+            if entry and entry_name(tap) is None or not entry and tap.point == "input":
+                continue
+            try:
+                slot = _slot(0, site, name, tap, bound, entry=entry)
+            except FxCaptureError:
+                # Raised with its text when the run ends and only if it is selected.
+                continue
+            wanted.update(dict.fromkeys(leaf for _, leaf in slot.leaves))
+    return tuple(wanted)
+
+
+def canonical_selection(
+    spec: CaptureSpec, select: SelectionMap | None
+) -> tuple[tuple[str, Any], ...]:
+    """A per-call selection in hashable form; empty where the spec's own holds.
+
+    Raises:
+        TargetNotFoundError: it names a record that the spec does not have.
+        SpecTypeError: a value is no selection.
+    """
+    if not select:
+        return ()
+    for name in select:
+        if name not in spec:
+            raise TargetNotFoundError(
+                f"select names the record {name!r}, which the spec does not have",
+                nearest=nearest(name, spec),
+                remedy="use one of the spec's record names: " + ", ".join(spec),
+            )
+    return tuple(
+        (name, normalise_select(select[name], f"select[{name!r}]"))
+        for name in spec
+        if name in select
+    )
+
+
+def resolve(
+    spec: CaptureSpec,
+    bound: Match,
+    sites: Sequence[Site],
+    selection: Sequence[tuple[str, Any]] = (),
+) -> Plan:
+    """Bind a spec to the sites of one whole run.
+
+    Args:
+        spec: The spec.
+        bound: The same spec bound to the model's modules.
+        sites: Every site of the run, in call order.
+        selection: Positions that replace the spec's, from :func:`canonical_selection`.
+
+    Raises:
+        NeverCalledError: a matched module has no site.
+        SelectionError: a selected position does not exist.
+        ElementError: an output lacks the requested element.
+        UnsupportedOutputError: a recorded value holds a non-tensor object.
+    """
+    overrides = dict(selection)
+    return Plan(
+        records=tuple(
+            _resolve_record(
+                name, tap, bound, sites, overrides.get(name, tap.select)
+            )
+            for name, tap in spec.items()
+        )
+    )
+
+
+def _resolve_record(
+    name: str,
+    tap: Tap,
+    bound: Match,
+    sites: Sequence[Site],
+    select: Any,
+) -> RecordPlan:
+    paths = frozenset(bound.paths[name])
+    hits = [i for i, site in enumerate(sites) if site.path in paths]
+    if not tap.optional:
+        called = {sites[i].path for i in hits}
+        missing = [p for p in bound.paths[name] if p not in called]
+        if missing:
+            raise _never_called(name, tap, bound, missing, sites)
+    initial = tap.initial and bool(hits)
+    length = len(hits) + initial
+    chosen = _positions(name, tap, select, length)
+    slots: list[Slot | None] = []
+    for position in range(length):
+        if position not in chosen:
+            slots.append(None)
+            continue
+        entry = tap.point == "input" or (initial and position == 0)
+        index = hits[max(position - initial, 0)]
+        slots.append(_slot(index, sites[index], name, tap, bound, entry=entry))
+    order = ([hits[0]] if initial else []) + hits
+    return RecordPlan(
+        name=name, paths=tuple(sites[i].path for i in order), slots=tuple(slots)
+    )
+
+
+def _positions(name: str, tap: Tap, select: Any, length: int) -> frozenset[int]:
+    if select is None:
+        return frozenset(range(length))
+    if not isinstance(select, tuple):
+        return frozenset(select.indices(length))
+    outside = [i for i in select if not -length <= i < length]
+    if outside and not tap.optional:
+        what = ", ".join(map(str, outside))
+        raise SelectionError(
+            f"record {name!r}: position {what} does not exist",
+            why=f"{tap.target} was called {length - (tap.initial and length > 0)} times"
+            + (" and the initial input is position 0" if tap.initial else "")
+            + f", so positions run from {-length} to {length - 1}"
+            if length
+            else f"{tap.target} has no hit in this run",
+            remedy="select a position in that range, or pass optional=True",
+        )
+    return frozenset(i % length for i in select if -length <= i < length)
+
+
+def _never_called(
+    name: str,
+    tap: Tap,
+    bound: Match,
+    missing: Sequence[str],
+    sites: Sequence[Site],
+) -> NeverCalledError:
+    shown = ", ".join(
+        f"{p or 'the model'!r} ({bound.classes[p]})" for p in missing[:5]
+    ) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+    called = dict.fromkeys(site.path for site in sites)
+    return NeverCalledError(
+        f"record {name!r}: {tap.target} matched {shown}, which this run never called",
+        why="the model's forward took a path that does not call it",
+        nearest=nearest(missing[0], called),
+        remedy="narrow the target to modules that run, or pass optional=True",
+    )

@@ -1,0 +1,316 @@
+"""The composition: spec -> sites -> plan -> passes -> compiled program -> records.
+
+The one module that knows every stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, final
+
+from torch import fx, nn
+
+from fxcapture import _compat
+from fxcapture.errors import EagerSiteError, SpecTypeError
+from fxcapture.frontends.dynamo import DynamoProgram
+from fxcapture.plan import canonical_selection
+from fxcapture.records import Captured
+from fxcapture.sites import SiteTable, format_table
+from fxcapture.spec import CaptureSpec
+
+__all__ = ["CapturedModule", "compile"]
+
+# Methods of a module that return the module itself; a captured module returns itself.
+_FLUENT = frozenset(
+    {
+        "apply", "bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "ipu",
+        "mtia", "requires_grad_", "share_memory", "to", "to_empty", "train", "type",
+        "xpu",
+    }
+)  # fmt: skip
+
+
+def compile(  # noqa: A001 - the name torch users look for
+    model: nn.Module,
+    spec: CaptureSpec | Mapping[str, Any] | None = None,
+    *,
+    keep_output: bool = True,
+    on_eager: Literal["allow", "error"] = "allow",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **torch_compile_kwargs: Any,
+) -> CapturedModule:
+    """Compile a model together with a capture spec.
+
+    Example::
+
+        spec = CaptureSpec({"hidden": Tap("layers.*", select=[0, -2])})
+        captured = compile(model, spec, fullgraph=True)
+        output, records = captured(input_ids)
+
+    Args:
+        model: The model.  It is not changed, now or by a call.
+        spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
+        keep_output: With ``False`` the caller wants the records alone: the program ends
+            at the last operation that a record needs, and ``output`` is ``None``.
+            Buffers that later layers would have written are then not written.
+        on_eager: What to do where a value comes from outside every graph: ``"allow"``
+            records it all the same, ``"error"`` raises.
+        fullgraph: Raise where the model cannot be traced as one graph.
+        dynamic: As in ``torch.compile``.
+        backend: Name of a Dynamo backend, or a callable ``(graph_module, inputs)``.
+        mode: As in ``torch.compile``.
+        options: As in ``torch.compile``.
+        **torch_compile_kwargs: Further keywords of ``torch.compile``.
+
+    Returns:
+        A wrapper whose call returns :class:`Captured`.
+
+    Raises:
+        SpecTypeError: ``model`` or ``spec`` is of the wrong type.
+        TargetNotFoundError: a target matches no module of the model.
+        AmbiguousTargetError: a class name names several classes.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecTypeError(
+            f"model is of type {type(model).__name__}",
+            why="sites are calls of submodules, so the model has to be a torch.nn.Module",
+            remedy="pass the module; for a function that calls one, pass the module and "
+            "call the captured module inside the function",
+        )
+    if on_eager not in ("allow", "error"):
+        raise SpecTypeError(
+            f"on_eager={on_eager!r} is not known", remedy='pass "allow" or "error"'
+        )
+    if spec is None:
+        raise SpecTypeError("no spec")
+    if not isinstance(spec, CaptureSpec):
+        spec = CaptureSpec(spec)
+    settings = {
+        "keep_output": keep_output,
+        "on_eager": on_eager,
+        "fullgraph": fullgraph,
+        "dynamic": dynamic,
+        "backend": backend,
+        "mode": mode,
+        "options": options,
+        **torch_compile_kwargs,
+    }
+    return CapturedModule(model, spec, settings)
+
+
+@final
+class CapturedModule(nn.Module):
+    """A compiled model whose call returns its output and the records.
+
+    Made by :func:`compile`.  Attributes, ``state_dict``, ``train`` and everything else
+    of a module reach the model; names have no prefix.
+    """
+
+    # Nothing here is set through nn.Module.__setattr__, and nn.Module.__init__ is not
+    # run: parameters and submodules are the model's, found through __getattribute__.
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: CaptureSpec,
+        settings: Mapping[str, Any],
+        *,
+        program: DynamoProgram | None = None,
+        selection: tuple[tuple[str, Any], ...] = (),
+    ) -> None:
+        own = object.__getattribute__(self, "__dict__")
+        own["_fxc_wrapped"] = model
+        own["_fxc_model"] = model = _compat.unwrap_optimized(model)
+        own["_fxc_spec"] = spec
+        own["_fxc_settings"] = dict(settings)
+        own["_fxc_selection"] = selection
+        if program is None:
+            kwargs = dict(settings)
+            kwargs.pop("on_eager")
+            program = DynamoProgram(
+                model,
+                spec,
+                keep_output=kwargs.pop("keep_output"),
+                backend=kwargs.pop("backend"),
+                mode=kwargs.pop("mode"),
+                options=kwargs.pop("options"),
+                dynamic=kwargs.pop("dynamic"),
+                fullgraph=kwargs.pop("fullgraph"),
+                compile_kwargs=kwargs,
+            )
+        own["_fxc_program"] = program
+
+    def __call__(
+        self, /, *args: Any, select: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> Captured:
+        """Run the model.
+
+        Args:
+            *args: The model's arguments.
+            select: Record name to positions, for this call alone; no second trace.
+            **kwargs: The model's keyword arguments.
+
+        Returns:
+            The output and the records.
+
+        Raises:
+            TargetError: the spec does not fit what the run called.
+            CaptureError: a value cannot be captured.
+        """
+        own = object.__getattribute__(self, "__dict__")
+        selection = own["_fxc_selection"]
+        if select:
+            merged = dict(selection) | dict(select)
+            selection = canonical_selection(own["_fxc_spec"], merged)
+        program: DynamoProgram = own["_fxc_program"]
+        output, records = program(args, kwargs, selection)
+        if own["_fxc_settings"]["on_eager"] == "error":
+            _refuse_eager(program)
+        return Captured(output, records)
+
+    def forward(self, /, *args: Any, **kwargs: Any) -> Captured:
+        """The same as a call."""
+        return self(*args, **kwargs)
+
+    def select(self, **select: Any) -> CapturedModule:
+        """A sibling with other positions, on the same trace.
+
+        Args:
+            **select: Record name to positions: int, ints, slice, or ``None`` for all.
+
+        Raises:
+            TargetNotFoundError: a name is no record of the spec.
+        """
+        own = object.__getattribute__(self, "__dict__")
+        merged = dict(own["_fxc_selection"]) | select
+        return CapturedModule(
+            own["_fxc_wrapped"],
+            own["_fxc_spec"],
+            own["_fxc_settings"],
+            program=own["_fxc_program"],
+            selection=canonical_selection(own["_fxc_spec"], merged),
+        )
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """The spec it was compiled with."""
+        spec: CaptureSpec = object.__getattribute__(self, "__dict__")["_fxc_spec"]
+        return spec
+
+    @property
+    def sites(self) -> SiteTable:
+        """What the latest call found, in call order; empty before the first call."""
+        program: DynamoProgram = object.__getattribute__(self, "__dict__")["_fxc_program"]
+        return program.last_sites
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """The instrumented graphs compiled so far, in order; do not edit them."""
+        program: DynamoProgram = object.__getattribute__(self, "__dict__")["_fxc_program"]
+        return tuple(g for p in program.graph_programs for g in p.graphs())
+
+    def explain(self) -> str:
+        """Per record, which site fed which position in the latest call, and where."""
+        own = object.__getattribute__(self, "__dict__")
+        return explain(own["_fxc_program"], own["_fxc_selection"])
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OWN:
+            return object.__getattribute__(self, name)
+        model = object.__getattribute__(self, "__dict__")["_fxc_model"]
+        value = getattr(model, name)
+        if name in _FLUENT and callable(value):
+
+            def fluent(*args: Any, **kwargs: Any) -> Any:
+                result = value(*args, **kwargs)
+                return self if result is model else result
+
+            return fluent
+        return value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "__dict__")["_fxc_model"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(object.__getattribute__(self, "__dict__")["_fxc_model"], name)
+
+    def __dir__(self) -> list[str]:
+        own = object.__getattribute__(self, "__dict__")
+        return sorted({*dir(own["_fxc_model"]), *_PUBLIC})
+
+    def __repr__(self) -> str:
+        own = object.__getattribute__(self, "__dict__")
+        return f"CapturedModule({own['_fxc_spec']!r})\n{own['_fxc_model']!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Compiled code cannot be copied or stored: a copy compiles again when called.
+        own = object.__getattribute__(self, "__dict__")
+        return CapturedModule._rebuild, (
+            own["_fxc_model"],
+            own["_fxc_spec"],
+            own["_fxc_settings"],
+            own["_fxc_selection"],
+        )
+
+    @staticmethod
+    def _rebuild(
+        model: nn.Module,
+        spec: CaptureSpec,
+        settings: Mapping[str, Any],
+        selection: tuple[tuple[str, Any], ...],
+    ) -> CapturedModule:
+        return CapturedModule(model, spec, settings, selection=selection)
+
+
+_PUBLIC = frozenset({"explain", "graphs", "select", "sites", "spec"})
+_OWN = _PUBLIC | {
+    "__call__",
+    "__class__",
+    "__dict__",
+    "__dir__",
+    "__reduce__",
+    "__reduce_ex__",
+    "__repr__",
+    "_rebuild",
+    "forward",
+}
+
+
+def _refuse_eager(program: DynamoProgram) -> None:
+    eager = [site for site in program.last_sites if site.graph is None]
+    if eager:
+        raise EagerSiteError(
+            f"the value of {eager[0].describe()} comes from outside every graph"
+            + (f", and {len(eager) - 1} more" if len(eager) > 1 else ""),
+            why=program.break_reason or "Dynamo ran the module's caller eagerly",
+            remedy='remove the graph break, or pass on_eager="allow"',
+        )
+
+
+def explain(program: DynamoProgram, selection: tuple[tuple[str, Any], ...]) -> str:
+    """See :meth:`CapturedModule.explain`."""
+    sites = program.last_sites
+    if not sites:
+        return "no call has been made yet"
+    plan = program.plan_of(sites, selection)
+    rows = [("record", "position", "site", "call", "where")]
+    for record in plan.records:
+        for i, slot in enumerate(record.slots):
+            if slot is None:
+                rows.append((record.name, str(i), record.paths[i], "", "not selected"))
+                continue
+            site = sites[slot.site]
+            where = "eager" if site.graph is None else f"graph {site.graph}"
+            if site.region:
+                where += " in " + " in ".join(reversed(site.region))
+            if slot.entry:
+                where += " (input)"
+            rows.append((record.name, str(i), site.path or "(model)", str(site.call), where))
+    text = format_table(rows)
+    if program.break_reason:
+        text += "\n\nnot one graph, because:\n" + program.break_reason.strip()
+    return text
+

@@ -1,0 +1,87 @@
+"""The values captured by one run.
+
+Invariants
+    Records never change after the run.  They hold no reference to the model, the graph
+    or the compiled program: dropping them frees what they captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, final
+
+import torch
+
+__all__ = ["Captured", "Records"]
+
+
+@final
+class Records(Mapping[str, tuple[Any, ...]]):
+    """Record name to a tuple with one entry for each position.
+
+    An entry is ``None`` where the position was not selected (or where the module itself
+    returned ``None``).  Tensors are snapshots: nothing the model did later shows in
+    them.  They carry gradients unless the tap said ``detach``.
+    """
+
+    __slots__ = ("_paths", "_values")
+
+    def __init__(
+        self,
+        values: Mapping[str, tuple[Any, ...]],
+        paths: Mapping[str, tuple[str, ...]],
+    ) -> None:
+        self._values = dict(values)
+        self._paths = dict(paths)
+
+    def __getitem__(self, name: str) -> tuple[Any, ...]:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def paths(self, name: str) -> tuple[str, ...]:
+        """The module path behind each position of a record.
+
+        A shared module stands under its first name, whichever it was called through.
+        The initial position names the module whose input it is.
+        """
+        return self._paths[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Records, (self._values, self._paths)
+
+    def __repr__(self) -> str:
+        lines = []
+        for name, values in self._values.items():
+            lines.append(f"  {name}: {len(values)} positions")
+            for i, value in enumerate(values):
+                if value is not None:
+                    lines.append(f"    [{i}] {self._paths[name][i]!r}: {_brief(value)}")
+        return "Records(\n" + "\n".join(lines) + "\n)" if lines else "Records()"
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__}({', '.join(map(_brief, value))})"
+    if isinstance(value, Mapping):
+        inner = ", ".join(f"{k}={_brief(v)}" for k, v in value.items())
+        return f"{type(value).__name__}({inner})"
+    return repr(value)
+
+
+class Captured(NamedTuple):
+    """What a call of a captured model returns.
+
+    Attributes:
+        output: The model's own output; ``None`` under ``keep_output=False``.
+        records: What was captured.
+    """
+
+    output: Any
+    records: Records
