@@ -9,3 +9,5 @@ from fxcapture.records import Captured as Captured
 from fxcapture.records import Records as Records
 from fxcapture.spec import CaptureSpec as CaptureSpec
 from fxcapture.spec import Tap as Tap
+from fxcapture.testing import Verification as Verification
+from fxcapture.testing import verify as verify

@@ -217,6 +217,17 @@ class CapturedModule(nn.Module):
         own = object.__getattribute__(self, "__dict__")
         return explain(own["_fxc_program"], own["_fxc_selection"])
 
+    def _fxc_parts(self) -> tuple[nn.Module, CaptureSpec, DynamoProgram]:
+        """The model, the spec (with this sibling's selection) and the program."""
+        own = object.__getattribute__(self, "__dict__")
+        spec: CaptureSpec = own["_fxc_spec"]
+        selection = dict(own["_fxc_selection"])
+        if selection:
+            spec = CaptureSpec(
+                {n: t.with_select(selection.get(n, t.select)) for n, t in spec.items()}
+            )
+        return own["_fxc_model"], spec, own["_fxc_program"]
+
     def __getattribute__(self, name: str) -> Any:
         if name in _OWN:
             return object.__getattribute__(self, name)
@@ -274,6 +285,7 @@ _OWN = _PUBLIC | {
     "__reduce__",
     "__reduce_ex__",
     "__repr__",
+    "_fxc_parts",
     "_rebuild",
     "forward",
 }

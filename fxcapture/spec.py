@@ -184,12 +184,12 @@ class Tap:
         put(self, "dtype", dtype)
         put(self, "device", _check_device(device))
 
-    def replace(self, **changes: Any) -> Tap:
-        """A copy with other values in the named fields."""
+    def with_select(self, select: Any) -> Tap:
+        """A copy with other positions."""
         fields: dict[str, Any] = {
             f.name: getattr(self, f.name) for f in dataclasses.fields(self)
         }
-        return Tap(**(fields | changes))
+        return Tap(**(fields | {"select": select}))
 
     def to_json(self) -> dict[str, Any]:
         """The tap as JSON values; fields at their default are left out.
