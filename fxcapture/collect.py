@@ -1,0 +1,488 @@
+"""Collecting values of module calls while one decorated call runs.
+
+Terms
+    store: the entries of one record of one decorated call, in call order.
+    collector: the stores of one decorated call.
+    override: a function in a module's instance ``__dict__`` under ``forward``,
+        ``_call_impl`` or ``_compiled_call_impl``, which hands what the call returned to
+        a collector.
+    dispatcher: the override of eager runs.  It belongs to no run: it asks the running
+        thread for its collector, so any number of threads share it.
+
+Invariants
+    Only wanted entries are kept; an unwanted one is ``None`` and its tensor is free.
+    Entries are kept by value: a later in-place write does not show.
+    When no decorated call runs, no override stands on any module.
+    Under Dynamo the overrides are put on and taken off in the traced code itself, where
+    that is a net no-op; there each is bound to the one collector of the trace, and
+    neither locks nor context variables are touched.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from fxcapture import _compat
+from fxcapture.declare import Found, Task, is_decorated
+from fxcapture.errors import ElementError
+
+__all__ = [
+    "ACTIVE",
+    "Collector",
+    "Store",
+    "enter_eager",
+    "enter_traced",
+    "leave_eager",
+    "leave_traced",
+    "trace_plan",
+]
+
+#: What the decorated call that this thread is in wants; ``None`` inside one that wants
+#: nothing, and outside.
+ACTIVE: ContextVar[Collector | None] = ContextVar("fxcapture_collector", default=None)
+
+#: One module of a trace: (path to it, keys to override, first parameter, tasks).
+Seat = tuple[tuple[str, ...], tuple[str, ...], str, tuple[tuple[str, int, bool], ...]]
+_Saved = list[tuple[dict[str, Any], str, bool, Any]]
+
+
+class RecordedElementError(ElementError, IndexError):
+    """A recorder's index that the module's output does not have."""
+
+
+def by_value(value: Any) -> Any:
+    """``value`` with its tensors copied; autograd flows through the copies."""
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if type(value) is tuple:
+        return tuple([by_value(v) for v in value])
+    if type(value) is list:
+        return [by_value(v) for v in value]
+    if type(value) is dict:
+        return {k: by_value(v) for k, v in value.items()}
+    return value
+
+
+@final
+class Store:
+    """The entries of one record, in call order.
+
+    Args:
+        wanted: Positions to keep; ``None`` keeps every entry.
+        late: Negative positions that only the number of calls can resolve.
+        expected: With ``late``, the number of entries that the config promises.
+    """
+
+    def __init__(
+        self, wanted: frozenset[int] | None, late: frozenset[int], expected: int = -1
+    ) -> None:
+        self.wanted = wanted
+        self.late = late
+        self.expected = expected
+        self.window = -min(late) if late else 0
+        self.entries: list[Any] = []
+        self.any_value = False
+        # Position -> (the tensor the module returned, its version), see ``settle``.
+        self.originals: dict[int, tuple[Any, int]] = {}
+
+    def wants_next(self) -> bool:
+        """Whether the next entry has to be kept."""
+        return (
+            self.wanted is None or self.window > 0 or len(self.entries) in self.wanted
+        )
+
+    def add(self, value: Any) -> None:
+        """Append what a module returned."""
+        kept = None
+        if value is not None and self.wants_next():
+            kept = by_value(value)
+            self.remember(value)
+        self.put(value is not None, kept)
+
+    def put(self, is_value: bool, kept: Any) -> None:
+        """Append an entry that has been copied already, or is not wanted."""
+        self.entries.append(kept)
+        self.any_value = self.any_value or is_value
+        gone = len(self.entries) - 1 - self.window
+        if self.window and gone >= 0 and gone not in (self.wanted or ()):
+            self.entries[gone] = None
+            self.originals.pop(gone, None)
+
+    def replace_last(self, value: Any) -> None:
+        """Put what the forward hooks made of the last entry in its place."""
+        if self.entries[-1] is not None:
+            self.entries[-1] = None  # free it before the next copy is made
+            self.entries[-1] = by_value(value)
+            self.originals.pop(len(self.entries) - 1, None)
+
+    def remember(self, value: Any) -> None:
+        """Note the module's own tensor, without keeping it alive."""
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            and isinstance(value, torch.Tensor)
+            and value.grad_fn is not None
+        ):
+            position = len(self.entries)
+            self.originals[position] = (weakref.ref(value), value._version)
+
+    def settle(self) -> list[Any]:
+        """The entries, at the end of the call.
+
+        While autograd records, the module's own tensor stands in for its copy if it is
+        still alive and nothing wrote to it: so gradients of a record can be retained,
+        as they can with a forward hook.
+        """
+        if self.late:
+            n = len(self.entries)
+            keep = {n + i for i in self.late if n + i >= 0}
+            self.entries = [
+                e if p in keep or p in (self.wanted or ()) else None
+                for p, e in enumerate(self.entries)
+            ]
+        for position, (ref, version) in self.originals.items():
+            tensor = ref()
+            if (
+                tensor is not None
+                and tensor._version == version
+                and self.entries[position] is not None
+            ):
+                self.entries[position] = tensor
+        return self.entries
+
+
+@final
+class Collector:
+    """The stores of one decorated call."""
+
+    def __init__(self) -> None:
+        self.stores: dict[str, Store] = {}
+        # Under Dynamo a nested decorated call silences the outer collector; in an eager
+        # run the context variable does.
+        self.listening = True
+        # Eager runs: what this call wants of the seat under a key.
+        self.seats: dict[tuple[int, str], _Duty] = {}
+
+
+@final
+class _Duty:
+    """What one eager run does at one override.
+
+    Attributes:
+        tasks: What to record; may be empty.
+        first: Name of the first parameter of the module's ``forward``.
+        instead: What to call in place of a block that was compiled by itself, because
+            a value inside of it is wanted.
+    """
+
+    def __init__(
+        self,
+        tasks: tuple[Task, ...] = (),
+        first: str = "",
+        instead: Callable[..., Any] | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self.first = first
+        self.instead = instead
+
+
+def observe(
+    collector: Collector,
+    tasks: Sequence[tuple[str, int, bool]],
+    first: str,
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call ``original`` and record of its result; traced by Dynamo."""
+    start = None
+    for record, _, initial in tasks:
+        if initial:
+            store = collector.stores[record]
+            if not store.entries and store.wants_next():
+                # Copied now: the module may write to its input before it returns.
+                start = by_value(_first_argument(first, args, kwargs))
+    value = original(*args, **kwargs)
+    for record, index, initial in tasks:
+        store = collector.stores[record]
+        if initial and not store.entries:
+            store.put(True, start)
+        store.add(_element(record, index, value))
+    return value
+
+
+def observe_hooked(
+    collector: Collector,
+    tasks: Sequence[tuple[str, int, bool]],
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a module's ``_call_impl`` and record what its forward hooks returned."""
+    before = [len(collector.stores[record].entries) for record, _, _ in tasks]
+    value = original(*args, **kwargs)
+    for (record, index, _), count in zip(tasks, before, strict=True):
+        store = collector.stores[record]
+        if len(store.entries) > count:
+            store.replace_last(_element(record, index, value))
+    return value
+
+
+def _first_argument(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if args:
+        return args[0]
+    if first in kwargs:
+        return kwargs[first]
+    return next(iter(kwargs.values())) if kwargs and not first else None
+
+
+def _element(record: str, index: int, value: Any) -> Any:
+    if not isinstance(value, tuple):
+        return value
+    if -len(value) <= index < len(value):
+        return value[index]
+    raise RecordedElementError(
+        f"index={index} of the recorder of {record!r} does not exist",
+        why=f"the module returned a tuple of {len(value)} elements",
+        remedy="declare OutputRecorder(..., index=) with an element that it returns",
+    )
+
+
+# ---------------------------------------------------------------- under Dynamo
+
+
+def trace_plan(found: Sequence[Found], model: nn.Module) -> tuple[Seat, ...]:
+    """``found`` as constants that may stand in a trace.
+
+    A seat without tasks is a nested sub-model that captures for itself: while it runs,
+    the outer collector does not listen, and it returns an output object whatever its
+    config says.
+    """
+    seats: list[Seat] = []
+    owners = {id(t.owner) for t in found if t.owner is not None}
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None) if module is not model else None
+        converts = getattr(config, "return_dict", None) is False
+        if id(module) in owners or (converts and is_decorated(type(module).forward)):
+            steps = tuple(n for n in name.split(".") if n != "_orig_mod")
+            seats.append((steps, ("forward",), "", ()))
+    for target in found:
+        hooked = _compat.has_forward_hooks(target.module)
+        seats.append(
+            (
+                # Dynamo takes a wrapper that torch.compile made for what it wraps.
+                tuple(n for n in target.real_path if n != "_orig_mod"),
+                ("forward", "_call_impl") if hooked else ("forward",),
+                target.first,
+                tuple((t.record, t.index, t.initial) for t in target.tasks),
+            )
+        )
+    return tuple(seats)
+
+
+def enter_traced(
+    model: nn.Module, seats: Sequence[Seat], collector: Collector
+) -> _Saved:
+    """Put an override on each seat; traced by Dynamo, in its plainest Python."""
+    saved: _Saved = []
+    for path, keys, first, tasks in seats:
+        module = model
+        for name in path:
+            module = module._modules[name]  # type: ignore[assignment]
+        slot = module.__dict__
+        for key in keys:
+            original = getattr(module, key)
+            saved.append((slot, key, key in slot, slot.get(key)))
+            if not tasks:
+                slot[key] = _nested(collector, original)
+            elif key == "forward":
+                slot[key] = _recording(collector, tasks, first, original)
+            else:
+                slot[key] = _rerecording(collector, tasks, original)
+    return saved
+
+
+def leave_traced(saved: _Saved) -> None:
+    """Undo ``enter_traced``."""
+    for slot, key, present, value in reversed(saved):
+        if present:
+            slot[key] = value
+        else:
+            del slot[key]
+
+
+def _nested(collector: Collector, original: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("return_dict") is None:
+            kwargs["return_dict"] = True
+        listening = collector.listening
+        collector.listening = False
+        value = original(*args, **kwargs)
+        collector.listening = listening
+        return value
+
+    return forward
+
+
+def _recording(
+    collector: Collector,
+    tasks: Sequence[tuple[str, int, bool]],
+    first: str,
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if collector.listening:
+            return observe(collector, tasks, first, original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return forward
+
+
+def _rerecording(
+    collector: Collector,
+    tasks: Sequence[tuple[str, int, bool]],
+    original: Callable[..., Any],
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if collector.listening:
+            return observe_hooked(collector, tasks, original, args, kwargs)
+        return original(*args, **kwargs)
+
+    return call
+
+
+# ---------------------------------------------------------------- in eager runs
+
+
+@final
+class _Installed:
+    """A dispatcher that stands on a module, and how many runs need it."""
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.module = module
+        self.key = key
+        self.runs = 0
+        self.present = key in module.__dict__
+        self.previous = module.__dict__.get(key)
+        self.dispatcher = _dispatcher(module, key, getattr(module, key))
+        module.__dict__[key] = self.dispatcher
+
+    def remove(self) -> None:
+        # Whoever replaced the dispatcher during the run keeps what was put there; it
+        # wraps a dispatcher that finds no collector from now on.
+        if self.module.__dict__.get(self.key) is not self.dispatcher:
+            return
+        if self.present:
+            self.module.__dict__[self.key] = self.previous
+        else:
+            del self.module.__dict__[self.key]
+
+
+_lock = threading.Lock()
+_installed: dict[tuple[int, str], _Installed] = {}
+
+
+@torch.compiler.assume_constant_result
+def _thread_collects() -> bool:
+    return ACTIVE.get() is not None
+
+
+def _dispatcher(
+    module: nn.Module, key: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    place = (id(module), key)
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        # Another thread may be tracing the model while it is captured in this one.
+        if torch.compiler.is_dynamo_compiling() and not _thread_collects():
+            return original(*args, **kwargs)
+        collector = ACTIVE.get()
+        duty = None if collector is None else collector.seats.get(place)
+        if collector is None or duty is None:
+            return original(*args, **kwargs)
+        function = duty.instead or original
+        if not duty.tasks:
+            return function(*args, **kwargs)
+        if key == "_call_impl" and (id(module), "forward") in collector.seats:
+            return observe_hooked(collector, duty.tasks, function, args, kwargs)
+        return observe(collector, duty.tasks, duty.first, function, args, kwargs)
+
+    return dispatch
+
+
+def enter_eager(
+    collector: Collector, found: Sequence[Found], *, traced: bool
+) -> list[tuple[int, str]]:
+    """Put dispatchers on the seats, as far as none stand there.
+
+    Args:
+        collector: Gets to know its seats.
+        found: The modules to record of.
+        traced: The model is also run compiled.  Dynamo's guards look at ``forward`` and
+            not at ``_call_impl``; an override of the latter leaves the compiled code of
+            other threads valid, at the price that ``child.forward(...)`` is not seen.
+
+    Returns:
+        What ``leave_eager`` needs.
+    """
+    modules: dict[tuple[int, str], nn.Module] = {}
+    for target in found:
+        if target.compiled and target.owner is not None:
+            continue  # a compiled sub-model that captures for itself
+        for block in target.compiled:
+            if block is target.seat:
+                continue
+            key, inner = _uncompiled(block)
+            place = (id(block), key)
+            modules[place] = block
+            duty = collector.seats.setdefault(place, _Duty())
+            duty.instead = inner
+        for key in _eager_keys(target, traced):
+            place = (id(target.seat), key)
+            modules[place] = target.seat
+            duty = collector.seats.setdefault(place, _Duty())
+            duty.tasks, duty.first = target.tasks, target.first
+    places = list(modules)
+    with _lock:
+        for place in places:
+            if place not in _installed:
+                _installed[place] = _Installed(modules[place], place[1])
+            _installed[place].runs += 1
+    return places
+
+
+def leave_eager(places: Sequence[tuple[int, str]]) -> None:
+    """Take the dispatchers off that no run needs any more."""
+    with _lock:
+        for place in reversed(places):
+            installed = _installed[place]
+            installed.runs -= 1
+            if not installed.runs:
+                del _installed[place]
+                installed.remove()
+
+
+def _uncompiled(block: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """The key under which a compiled block is entered, and its uncompiled form."""
+    if _compat.is_compiled_in_place(block):
+        return "_compiled_call_impl", block._call_impl
+    return "forward", block._modules["_orig_mod"].__call__  # type: ignore[union-attr]
+
+
+def _eager_keys(target: Found, traced: bool) -> tuple[str, ...]:
+    seat = target.seat
+    if _compat.is_compiled_in_place(seat):
+        return ("_compiled_call_impl",)
+    if "_orig_mod" in seat._modules:
+        return ("forward",)
+    if traced:
+        return ("_call_impl",)
+    if _compat.has_forward_hooks(seat):
+        return ("forward", "_call_impl")
+    return ("forward",)

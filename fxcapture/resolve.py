@@ -1,0 +1,167 @@
+"""Requests bound to a model: which positions to keep, and where to collect them.
+
+Invariants
+    Plain Python that is never traced.  Dynamo calls the two functions under
+    ``assume_constant_result`` while it traces, and takes their result for a constant;
+    ``generation`` is among their arguments so that the trace is guarded on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxcapture import collect
+from fxcapture.declare import Found, declaration, find, recorders
+from fxcapture.flags import Request
+
+__all__ = [
+    "TRACED_MODELS",
+    "StorePlan",
+    "declared_names",
+    "plan_stores",
+    "trace_constants",
+    "warn_cache",
+    "warn_count",
+]
+
+#: Of one record: (name, wanted positions or None for all, late positions, expected).
+StorePlan = tuple[str, "tuple[int, ...] | None", tuple[int, ...], int]
+
+#: Models that Dynamo has traced, by identity; see ``collect.enter_eager``.
+TRACED_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+@torch.compiler.assume_constant_result
+def declared_names(model: nn.Module, generation: str) -> tuple[str, ...]:
+    TRACED_MODELS.add(model)
+    return tuple(declaration(model))
+
+
+@torch.compiler.assume_constant_result
+def trace_constants(
+    model: nn.Module,
+    names: tuple[str, ...],
+    asked: tuple[Request, ...],
+    generation: str,
+) -> tuple[Any, ...]:
+    found = find(model, names)
+    stores = plan_stores(model, dict(zip(names, asked, strict=True)), found)
+    _count_selection(model, names, asked)
+    return stores, collect.trace_plan(found, model)
+
+
+def plan_stores(
+    model: nn.Module, wanted: Mapping[str, Request], found: list[Found]
+) -> tuple[StorePlan, ...]:
+    """Resolve each request against the model."""
+    plans: list[StorePlan] = []
+    for name, asked in wanted.items():
+        if isinstance(asked, bool):
+            plans.append((name, None, (), -1))
+            continue
+        positions = frozenset(int(p) for p in asked)
+        negative = sorted(p for p in positions if p < 0)
+        plain = {p for p in positions if p >= 0}
+        if not negative:
+            plans.append((name, tuple(sorted(plain)), (), -1))
+            continue
+        length, matched = _expected(model, name, sorted(positions), found)
+        if length == matched:
+            plain |= {length + p for p in negative if length + p >= 0}
+            negative = []
+        plans.append((name, tuple(sorted(plain)), tuple(negative), length))
+    return tuple(plans)
+
+
+def _expected(
+    model: nn.Module, name: str, positions: list[int], found: list[Found]
+) -> tuple[int, int]:
+    """Entries of a full record: as the config says, and as the modules say.
+
+    Raises:
+        ValueError: the config does not say how many layers there are.
+    """
+    declared = recorders(name, declaration(model).get(name))
+    initial = name == "hidden_states" and any(
+        r.capture_initial_hidden_state for r in declared
+    )
+    keys = list(dict.fromkeys(r.num_hidden_layers_key for r in declared))
+    count = 0
+    for key in keys or ["num_hidden_layers"]:
+        layers = getattr(getattr(model, "config", None), key, None)
+        if not isinstance(layers, int) or isinstance(layers, bool):
+            raise ValueError(
+                f"{type(model).__name__} cannot select {name.replace('_', ' ')} with "
+                f"negative indices {positions} because its config does not define "
+                f"`{key}`.\n  what to do: use positive indices, or name the attribute "
+                "that holds the layer count with "
+                "OutputRecorder(..., num_hidden_layers_key=)"
+            )
+        count += layers
+    matched = sum(
+        task.record == name for f in found if f.owner is None for task in f.tasks
+    )
+    return count + initial, matched + initial
+
+
+_warned: set[tuple[Any, ...]] = set()
+_warned_lock = threading.Lock()
+
+
+def _warn_once(key: tuple[Any, ...], text: str) -> None:
+    with _warned_lock:
+        if key in _warned:
+            return
+        _warned.add(key)
+    warnings.warn(text, UserWarning, stacklevel=4)
+
+
+@torch.compiler.assume_constant_result
+def warn_count(model: nn.Module, name: str, actual: int, expected: int) -> None:
+    _warn_once(
+        ("count", type(model), name),
+        f"{type(model).__name__}: its config gives {expected} {name}, the run gave "
+        f"{actual}; negative indices were counted from the end of what ran. To silence "
+        "this, correct the config's layer count or name the right attribute with "
+        "OutputRecorder(..., num_hidden_layers_key=)",
+    )
+
+
+@torch.compiler.assume_constant_result
+def warn_cache(cls: type) -> None:
+    """Say once that gradient checkpointing switches the cache off."""
+    _warn_once(
+        ("cache", cls),
+        f"{cls.__name__}: use_cache=True is incompatible with gradient checkpointing; "
+        "running with use_cache=False",
+    )
+
+
+_selections: dict[str, set[Any]] = {}
+
+
+def _count_selection(
+    model: nn.Module, names: tuple[str, ...], asked: tuple[Request, ...]
+) -> None:
+    """Say so once when a model was traced for many selections."""
+    limit = torch._dynamo.config.recompile_limit
+    name = f"{type(model).__module__}.{type(model).__qualname__}"
+    with _warned_lock:
+        seen = _selections.setdefault(name, set())
+        seen.add((names, asked))
+        reached = len(seen) >= limit
+    if reached:
+        _warn_once(
+            ("limit", name),
+            f"{type(model).__name__} has been compiled for {len(seen)} selections, and "
+            f"torch._dynamo.config.recompile_limit is {limit}: further ones may run "
+            "without compilation. Compile with fxcapture.compile, which needs one trace "
+            "for all selections, or raise the limit",
+        )
