@@ -75,7 +75,7 @@ def encode(value: Any, tensors: list[Any], sizes: list[Any], depth: int = 0) -> 
         return f"K{_number(value)}"
     if isinstance(value, bool):
         return "B1" if value else "B0"
-    if isinstance(value, int):
+    if isinstance(value, (int, torch.SymInt)):  # outside Dynamo a SymInt is no int
         sizes.append(value)
         return "I"
     if isinstance(value, str):

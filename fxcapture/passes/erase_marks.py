@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import fx
 
 from fxcapture.passes.base import PassResult, bodies, is_mark
@@ -45,7 +46,7 @@ def _erase_derived(derived: Iterable[fx.Node], result: set[fx.Node]) -> None:
     reduction's nodes lie between it and such a copy or the call's result.
     """
     nodes = list(derived)
-    copies = {n for n in nodes if n.op == "call_method" and n.target == "clone"}
+    copies = {n for n in nodes if n.target in ("clone", torch.ops.aten.clone.default)}
     stack = list(nodes)
     erased: set[fx.Node] = set()
     while stack:

@@ -65,18 +65,17 @@ def _tap_tensor(mark: fx.Node, seen: Any, key: TapKey) -> None:
     example = source.meta.get("example_value", source.meta.get("val"))
     value = source
     if leaf.detach:
-        value = _call(graph, mark, value, "detach", (), {}, lambda t: t.detach())
+        value = _call(graph, mark, value, "detach", {}, lambda t: t.detach())
     options: dict[str, Any] = {}
     if leaf.dtype is not None and (example is None or example.is_floating_point()):
         options["dtype"] = leaf.dtype
     if leaf.device is not None:
         options["device"] = leaf.device
-    if options:
-        value = _call(
-            graph, mark, value, "to", (), options, lambda t: t.to(**options)
-        )
-    if not _is_fresh(example, leaf):
-        value = _call(graph, mark, value, "clone", (), {}, lambda t: t.clone())
+    fresh = _is_fresh(example, leaf)
+    if options and (fresh or not _is_aten(value)):
+        value = _call(graph, mark, value, "to", options, lambda t: t.to(**options))
+    if not fresh:
+        value = _call(graph, mark, value, "clone", {}, lambda t: t.clone())
     value.meta[TAP] = key
 
 
@@ -98,16 +97,32 @@ def _is_fresh(example: Any, leaf: Leaf) -> bool:
     return converted or moved
 
 
+# What the methods are in a graph of ATen operators, as torch.export makes them. ``to``
+# stands there only where it converts, and so always copies.
+_ATEN = {
+    "clone": torch.ops.aten.clone.default,
+    "detach": torch.ops.aten.detach.default,
+    "to": torch.ops.aten._to_copy.default,
+}
+
+
+def _is_aten(node: fx.Node) -> bool:
+    """Whether a node stands in a graph of ATen operators: its value is its ``val``."""
+    return "val" in node.meta and "example_value" not in node.meta
+
+
 def _call(
     graph: fx.Graph,
     mark: fx.Node,
     source: fx.Node,
     method: str,
-    args: tuple[Any, ...],
     kwargs: dict[str, Any],
     run: Callable[[torch.Tensor], torch.Tensor],
 ) -> fx.Node:
-    node = graph.call_method(method, (source, *args), kwargs)
+    if _is_aten(source):
+        node = graph.call_function(_ATEN[method], (source,), kwargs)
+    else:
+        node = graph.call_method(method, (source,), kwargs)
     for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
         if key in mark.meta:
             node.meta[key] = mark.meta[key]

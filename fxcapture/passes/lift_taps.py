@@ -77,13 +77,12 @@ def _lift(
         )
     first = len(output.args[0])
     output.args = ((*output.args[0], *taps),)
-    examples = list(node.meta.get("example_value") or ())
     with gm.graph.inserting_after(node):
         for i, tap in reversed(list(enumerate(taps))):
             made = gm.graph.call_function(operator.getitem, (node, first + i))
             made.meta = {**node.meta, **tap.meta}
-    examples += [tap.meta.get("example_value") for tap in taps]
-    if "example_value" in node.meta:
-        node.meta["example_value"] = tuple(examples)
+    for key in ("example_value", "val"):
+        if key in node.meta:
+            node.meta[key] = (*node.meta[key], *(tap.meta.get(key) for tap in taps))
     for tap in taps:
         del tap.meta[TAP]
