@@ -6,7 +6,7 @@ Tested on torch 2.13.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -118,3 +118,91 @@ def __getattr__(name: str) -> Any:
 
         return getattr(exc, names[name])
     raise AttributeError(name)
+
+
+# --------------------------------------------------------------------------------------
+# torch.export
+# --------------------------------------------------------------------------------------
+
+
+def rename_node(node: fx.Node, name: str) -> bool:
+    """Give a node exactly this name, at the expense of another node that has it.
+
+    Public torch offers no way: a graph appends a number to a name that is taken, but an
+    exported program's output names have to be the ones in the manifest.
+
+    Returns:
+        Whether it worked; a placeholder's name is part of a signature and stays.
+    """
+    for other in node.graph.nodes:
+        if other is not node and other.name == name:
+            if other.op == "placeholder":
+                return False
+            other._rename(f"{name}_inner")
+    node.name = name
+    # Registers the name, so that a node made later does not get it again.
+    node.graph._graph_namespace.create_name(name, None)
+    return True
+
+
+def output_spec_with(own: Any, names: Sequence[str]) -> Any:
+    """The pytree spec of ``(own, {name: leaf, ...})``, or of the dict if no ``own``.
+
+    torch.export describes outputs with torch.utils._pytree, which is private.
+    """
+    from torch.utils import _pytree
+
+    extra = _pytree.tree_structure(dict.fromkeys(names, 0))
+    return extra if own is None else _pytree.treespec_tuple((own, extra))
+
+
+def plain_spec(spec: Any) -> Any:
+    """A pytree spec without classes that only the model's code registers.
+
+    A dictionary class becomes ``dict``, any other class (named tuples too) ``tuple``.
+    """
+    from torch.utils import _pytree
+
+    children = [plain_spec(c) for c in spec.children()]
+    if spec.is_leaf():
+        return spec
+    if spec.type in (tuple, list, dict):
+        kind, context = spec.type, spec.context
+    elif _is_key_list(spec.context, len(children)):
+        kind, context = dict, list(spec.context)
+    else:
+        kind, context = tuple, None
+    return _pytree.TreeSpec(kind, context, children)
+
+
+def _is_key_list(context: Any, length: int) -> bool:
+    return (
+        isinstance(context, (list, tuple))
+        and len(context) == length
+        and all(isinstance(key, str) for key in context)
+    )
+
+
+def aoti_package(
+    program: Any, path: str, configs: dict[str, Any], metadata: dict[str, str]
+) -> str:
+    """Compile an exported program ahead of time; ``metadata`` travels with it.
+
+    AOTInductor has no public module; ``torch._inductor`` is where its documentation
+    points.
+    """
+    from torch._inductor import aoti_compile_and_package
+
+    known = dict(configs.get("aot_inductor.metadata", {}))
+    configs = {**configs, "aot_inductor.metadata": {**known, **metadata}}
+    return str(
+        aoti_compile_and_package(program, package_path=path, inductor_configs=configs)
+    )
+
+
+def aoti_load(path: str) -> tuple[Any, dict[str, str]]:
+    """A compiled package as a callable, and the metadata that travelled with it."""
+    from torch._inductor import aoti_load_package
+
+    loaded = aoti_load_package(path)
+    return loaded, dict(loaded.loader.get_metadata())

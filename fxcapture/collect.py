@@ -6,47 +6,37 @@ Terms
     override: a function in a module's instance ``__dict__`` under ``forward``,
         ``_call_impl`` or ``_compiled_call_impl``, which hands what the call returned to
         a collector.
-    dispatcher: the override of eager runs.  It belongs to no run: it asks the running
-        thread for its collector, so any number of threads share it.
 
 Invariants
     Only wanted entries are kept; an unwanted one is ``None`` and its tensor is free.
     Entries are kept by value: a later in-place write does not show.
-    When no decorated call runs, no override stands on any module.
-    Under Dynamo the overrides are put on and taken off in the traced code itself, where
-    that is a net no-op; there each is bound to the one collector of the trace, and
-    neither locks nor context variables are touched.
+    The functions here are traced by Dynamo.  There the overrides are put on and taken
+    off in the traced code itself, where that is a net no-op; each is bound to the one
+    collector of the trace.  What eager runs do is in :mod:`fxcapture.dispatch`.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from contextvars import ContextVar
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from fxcapture import _compat
-from fxcapture.declare import Found, Task, is_decorated
+from fxcapture.declare import Found, is_decorated
 from fxcapture.errors import ElementError
 
 __all__ = [
-    "ACTIVE",
     "Collector",
     "Store",
-    "enter_eager",
     "enter_traced",
-    "leave_eager",
     "leave_traced",
+    "observe",
+    "observe_hooked",
     "trace_plan",
 ]
-
-#: What the decorated call that this thread is in wants; ``None`` inside one that wants
-#: nothing, and outside.
-ACTIVE: ContextVar[Collector | None] = ContextVar("fxcapture_collector", default=None)
 
 #: One module of a trace: (path to it, keys to override, first parameter, tasks).
 Seat = tuple[tuple[str, ...], tuple[str, ...], str, tuple[tuple[str, int, bool], ...]]
@@ -163,33 +153,9 @@ class Collector:
 
     def __init__(self) -> None:
         self.stores: dict[str, Store] = {}
-        # Under Dynamo a nested decorated call silences the outer collector; in an eager
-        # run the context variable does.
+        # Under Dynamo a nested decorated call silences the outer collector so; in an
+        # eager run a context variable does.
         self.listening = True
-        # Eager runs: what this call wants of the seat under a key.
-        self.seats: dict[tuple[int, str], _Duty] = {}
-
-
-@final
-class _Duty:
-    """What one eager run does at one override.
-
-    Attributes:
-        tasks: What to record; may be empty.
-        first: Name of the first parameter of the module's ``forward``.
-        instead: What to call in place of a block that was compiled by itself, because
-            a value inside of it is wanted.
-    """
-
-    def __init__(
-        self,
-        tasks: tuple[Task, ...] = (),
-        first: str = "",
-        instead: Callable[..., Any] | None = None,
-    ) -> None:
-        self.tasks = tasks
-        self.first = first
-        self.instead = instead
 
 
 def observe(
@@ -355,134 +321,3 @@ def _rerecording(
         return original(*args, **kwargs)
 
     return call
-
-
-# ---------------------------------------------------------------- in eager runs
-
-
-@final
-class _Installed:
-    """A dispatcher that stands on a module, and how many runs need it."""
-
-    def __init__(self, module: nn.Module, key: str) -> None:
-        self.module = module
-        self.key = key
-        self.runs = 0
-        self.present = key in module.__dict__
-        self.previous = module.__dict__.get(key)
-        self.dispatcher = _dispatcher(module, key, getattr(module, key))
-        module.__dict__[key] = self.dispatcher
-
-    def remove(self) -> None:
-        # Whoever replaced the dispatcher during the run keeps what was put there; it
-        # wraps a dispatcher that finds no collector from now on.
-        if self.module.__dict__.get(self.key) is not self.dispatcher:
-            return
-        if self.present:
-            self.module.__dict__[self.key] = self.previous
-        else:
-            del self.module.__dict__[self.key]
-
-
-_lock = threading.Lock()
-_installed: dict[tuple[int, str], _Installed] = {}
-
-
-@torch.compiler.assume_constant_result
-def _thread_collects() -> bool:
-    return ACTIVE.get() is not None
-
-
-def _dispatcher(
-    module: nn.Module, key: str, original: Callable[..., Any]
-) -> Callable[..., Any]:
-    place = (id(module), key)
-
-    def dispatch(*args: Any, **kwargs: Any) -> Any:
-        # Another thread may be tracing the model while it is captured in this one.
-        if torch.compiler.is_dynamo_compiling() and not _thread_collects():
-            return original(*args, **kwargs)
-        collector = ACTIVE.get()
-        duty = None if collector is None else collector.seats.get(place)
-        if collector is None or duty is None:
-            return original(*args, **kwargs)
-        function = duty.instead or original
-        if not duty.tasks:
-            return function(*args, **kwargs)
-        if key == "_call_impl" and (id(module), "forward") in collector.seats:
-            return observe_hooked(collector, duty.tasks, function, args, kwargs)
-        return observe(collector, duty.tasks, duty.first, function, args, kwargs)
-
-    return dispatch
-
-
-def enter_eager(
-    collector: Collector, found: Sequence[Found], *, traced: bool
-) -> list[tuple[int, str]]:
-    """Put dispatchers on the seats, as far as none stand there.
-
-    Args:
-        collector: Gets to know its seats.
-        found: The modules to record of.
-        traced: The model is also run compiled.  Dynamo's guards look at ``forward`` and
-            not at ``_call_impl``; an override of the latter leaves the compiled code of
-            other threads valid, at the price that ``child.forward(...)`` is not seen.
-
-    Returns:
-        What ``leave_eager`` needs.
-    """
-    modules: dict[tuple[int, str], nn.Module] = {}
-    for target in found:
-        if target.compiled and target.owner is not None:
-            continue  # a compiled sub-model that captures for itself
-        for block in target.compiled:
-            if block is target.seat:
-                continue
-            key, inner = _uncompiled(block)
-            place = (id(block), key)
-            modules[place] = block
-            duty = collector.seats.setdefault(place, _Duty())
-            duty.instead = inner
-        for key in _eager_keys(target, traced):
-            place = (id(target.seat), key)
-            modules[place] = target.seat
-            duty = collector.seats.setdefault(place, _Duty())
-            duty.tasks, duty.first = target.tasks, target.first
-    places = list(modules)
-    with _lock:
-        for place in places:
-            if place not in _installed:
-                _installed[place] = _Installed(modules[place], place[1])
-            _installed[place].runs += 1
-    return places
-
-
-def leave_eager(places: Sequence[tuple[int, str]]) -> None:
-    """Take the dispatchers off that no run needs any more."""
-    with _lock:
-        for place in reversed(places):
-            installed = _installed[place]
-            installed.runs -= 1
-            if not installed.runs:
-                del _installed[place]
-                installed.remove()
-
-
-def _uncompiled(block: nn.Module) -> tuple[str, Callable[..., Any]]:
-    """The key under which a compiled block is entered, and its uncompiled form."""
-    if _compat.is_compiled_in_place(block):
-        return "_compiled_call_impl", block._call_impl
-    return "forward", block._modules["_orig_mod"].__call__  # type: ignore[union-attr]
-
-
-def _eager_keys(target: Found, traced: bool) -> tuple[str, ...]:
-    seat = target.seat
-    if _compat.is_compiled_in_place(seat):
-        return ("_compiled_call_impl",)
-    if "_orig_mod" in seat._modules:
-        return ("forward",)
-    if traced:
-        return ("_call_impl",)
-    if _compat.has_forward_hooks(seat):
-        return ("forward", "_call_impl")
-    return ("forward",)

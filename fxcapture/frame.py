@@ -4,16 +4,21 @@ Terms
     frame: one call of one captured model: its selection, and what it has produced so
         far.  Compiled code finds its frame when it runs; nothing is stored on the model
         or on the compiled program, so that calls do not see each other.
+    broken run: a call that is not one graph.  It learns positions as it goes.
+    event: one site of a broken run, and the values it gave.
 
 Invariants
     The active frame is a context variable: each thread and each task has its own.
+    A frame holds a value only as long as it may still be selected: with ``select=[-2]``
+    the latest two, not all of them.
 """
 
 from __future__ import annotations
 
+import collections
 import contextvars
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 import torch
@@ -21,6 +26,7 @@ import torch
 from fxcapture.plan import Leaf
 from fxcapture.records import Records
 from fxcapture.sites import Site
+from fxcapture.spec import CaptureSpec
 
 __all__ = ["Event", "Frame", "active_frame"]
 
@@ -28,34 +34,148 @@ __all__ = ["Event", "Frame", "active_frame"]
 @final
 @dataclasses.dataclass(slots=True)
 class Event:
-    """One site and the values it gave, where one graph is not the whole run."""
+    """One site of a broken run.
+
+    Attributes:
+        site: The site.
+        tensors: What it gave; emptied when no record can select it any more.
+        sizes: Integer leaves of its result.
+        entry_sizes: Integer leaves of its arguments.
+        claims: Number of records that may still select it.
+    """
 
     site: Site
     tensors: Mapping[Leaf, torch.Tensor]
     sizes: tuple[int, ...]
     entry_sizes: tuple[int, ...]
+    claims: int = 0
+
+    def release(self) -> None:
+        """Give up one claim, and the values with the last."""
+        self.claims -= 1
+        if self.claims <= 0:
+            self.tensors = {}
 
 
 @final
-@dataclasses.dataclass(slots=True)
+class _Window:
+    """Which hits of one record may still be selected.
+
+    Args:
+        select: Positions, in frozen form.
+        initial: Position 0 is the first hit's input.
+    """
+
+    __slots__ = ("_all", "_count", "_initial", "_select", "_tail", "_tail_length")
+
+    def __init__(self, select: Any, initial: bool) -> None:
+        self._select = select
+        self._initial = initial
+        self._count = 0
+        self._all = select is None
+        self._tail_length = 0
+        if isinstance(select, tuple):
+            self._tail_length = max((-i for i in select if i < 0), default=0)
+        elif select is not None:
+            bounds = (select.start, select.stop, select.step)
+            self._all = any(b is not None and b < 0 for b in bounds)
+        self._tail: collections.deque[Event] = collections.deque()
+
+    def _stays(self) -> bool:
+        """Whether the next hit is selected whatever comes after it."""
+        if self._all or (self._initial and self._count == 0):
+            return True
+        position = self._count + self._initial
+        if isinstance(self._select, tuple):
+            return position in self._select
+        # A slice without negative bounds: positions up to this one decide.
+        return position in self._select.indices(position + 1)
+
+    def may_select(self) -> bool:
+        """Whether the next hit may be selected."""
+        return self._tail_length > 0 or self._stays()
+
+    def push(self, event: Event) -> None:
+        """Take the next hit."""
+        if self._stays():
+            event.claims += 1
+        elif self._tail_length:
+            event.claims += 1
+            self._tail.append(event)
+        # A hit that stays takes a place in the tail as well, as nothing to release.
+        if self._tail_length and (not self._tail or self._tail[-1] is not event):
+            self._tail.append(_NOTHING)
+        if len(self._tail) > self._tail_length:
+            self._tail.popleft().release()
+        self._count += 1
+
+
+_NOTHING = Event(Site(path="", structure="N"), {}, (), ())
+
+
+@final
 class Frame:
     """One call in flight.
 
-    Attributes:
+    Args:
         owner: The program that was called; frames of others are not touched.
         selection: Positions that replace the spec's, in canonical form.
         whole: The call runs as one graph, which delivers finished records.
+        spec: The program's spec.
+
+    Attributes:
         events: What the call produced so far, in call order, if it is not whole.
         delivered: The finished records, if it is.
         error: An error of ours that has to pass through Dynamo unharmed.
     """
 
-    owner: Any
-    selection: tuple[tuple[str, Any], ...]
-    whole: bool
-    events: list[Event] = dataclasses.field(default_factory=list)
-    delivered: Records | None = None
-    error: Exception | None = None
+    __slots__ = (
+        "_windows", "delivered", "error", "events", "owner", "selection", "whole"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        owner: Any,
+        selection: tuple[tuple[str, Any], ...],
+        *,
+        whole: bool,
+        spec: CaptureSpec,
+    ) -> None:
+        self.owner = owner
+        self.selection = selection
+        self.whole = whole
+        self.events: list[Event] = []
+        self.delivered: Records | None = None
+        self.error: Exception | None = None
+        self._windows: dict[str, _Window] = {}
+        if not whole:
+            chosen = dict(selection)
+            self._windows = {
+                name: _Window(chosen.get(name, tap.select), tap.initial)
+                for name, tap in spec.items()
+            }
+
+    def wants(self, records: Iterable[str]) -> bool:
+        """Whether the next hit of any of these records may be selected."""
+        return any([self._windows[name].may_select() for name in records])
+
+    def add(self, event: Event, records: Iterable[str], *, final: bool) -> None:
+        """Append an event, and let go of values that can no longer be selected.
+
+        Args:
+            event: The event.
+            records: The records it is a hit of.
+            final: ``False`` where forward hooks may yet replace the result, so that the
+                event is no hit by itself.
+        """
+        self.events.append(event)
+        if not final:
+            event.claims = 1
+            return
+        for name in records:
+            self._windows[name].push(event)
+        if not event.claims:
+            event.tensors = {}
 
 
 active_frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar(

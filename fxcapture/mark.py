@@ -48,16 +48,19 @@ __all__ = [
     "has_forward",
     "leave",
     "observe",
+    "observe_any",
+    "override_keys",
 ]
 
 _LIBRARY = torch.library.Library("fxcapture", "FRAGMENT")
 _LIBRARY.define(
-    "mark(Tensor[] result, Tensor[] derived, SymInt[] sizes, SymInt[] entry_sizes, "
-    "str structure, str entries, str path, bool hooked) -> ()"
+    "mark(Tensor? token, Tensor[] result, Tensor[] derived, SymInt[] sizes, "
+    "SymInt[] entry_sizes, str structure, str entries, str path, bool hooked) -> ()"
 )
 
 
 def _no_op(
+    token: torch.Tensor | None,
     result: Sequence[torch.Tensor],
     derived: Sequence[torch.Tensor],
     sizes: Sequence[int],
@@ -121,6 +124,8 @@ class Observation(NamedTuple):
     The fields are the mark op's arguments, in their order.
 
     Attributes:
+        token: Stands for the module where one graph serves several of them; the path is
+            then that of their group.
         result: Tensor leaves of the result; the model's own, not copied.
         derived: Tensor leaves of the entries, copied on entry, then the reductions.
         sizes: Integer leaves of the result.
@@ -132,6 +137,7 @@ class Observation(NamedTuple):
             an observation of its own.
     """
 
+    token: torch.Tensor | None
     result: list[torch.Tensor]
     derived: list[torch.Tensor]
     sizes: list[int]
@@ -151,6 +157,7 @@ Saved = list[tuple[dict[str, Any], str, bool, Any]]
 def emit_mark(seen: Observation) -> None:
     """Put a mark into the graph that is being traced."""
     torch.ops.fxcapture.mark(
+        seen.token,
         seen.result,
         seen.derived,
         seen.sizes,
@@ -200,43 +207,87 @@ def observe(
     """``original``, which then hands an :class:`Observation` to ``emit``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        derived: list[torch.Tensor] = []
-        reduced: list[torch.Tensor] = []
-        entry_sizes: list[int] = []
-        entries = "t()"
-        if target.entries:
-            seen: list[torch.Tensor] = []
-            bound = tuple([_argument(target, e, args, kwargs) for e in target.entries])
-            entries = encode(bound, seen, entry_sizes)
-            # Copied now: the module may write to its input before it returns.
-            derived = [t.clone() for t in seen]
-            for request in target.requests:
-                if request.entry >= 0:
-                    for i in entry_leaves(entries, request.entry):
-                        reduced.append(reducers[request.record](derived[i]))
-        value = original(*args, **kwargs)
-        result: list[torch.Tensor] = []
-        sizes: list[int] = []
-        structure = encode(value, result, sizes)
-        for request in target.requests:
-            if request.result:
-                for i in element_leaves(structure, request.output):
-                    reduced.append(reducers[request.record](result[i]))
-        emit(
-            Observation(
-                result,
-                derived + reduced,
-                sizes,
-                entry_sizes,
-                structure,
-                entries,
-                target.path,
-                target.key == "_call_impl",
-            )
-        )
-        return value
+        return _observed(original, args, kwargs, target, None, emit, reducers)
 
     return forward
+
+
+def observe_any(
+    original: str, token: str, target: Target, emit: Emit, reducers: Reducers
+) -> Callable[..., Any]:
+    """The same as a method that serves every module of one group.
+
+    It says nothing of the module it is bound to: what it calls and which module it is,
+    it reads from two attributes of the instance.  So Dynamo compiles a block once and
+    runs that code for each block of its kind; the token, a tensor, is an input of it.
+
+    Args:
+        original: Attribute that holds what the override stands for.
+        token: Attribute that holds the module's token.
+        target: Its path names the group.
+        emit: Receives the observations.
+        reducers: Record name to its reduction.
+    """
+
+    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return _observed(
+            getattr(self, original),
+            args,
+            kwargs,
+            target,
+            getattr(self, token),
+            emit,
+            reducers,
+        )
+
+    return forward
+
+
+def _observed(
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Target,
+    token: torch.Tensor | None,
+    emit: Emit,
+    reducers: Reducers,
+) -> Any:
+    derived: list[torch.Tensor] = []
+    reduced: list[torch.Tensor] = []
+    entry_sizes: list[int] = []
+    entries = "t()"
+    if target.entries:
+        seen: list[torch.Tensor] = []
+        bound = tuple([_argument(target, e, args, kwargs) for e in target.entries])
+        entries = encode(bound, seen, entry_sizes)
+        # Copied now: the module may write to its input before it returns.
+        derived = [t.clone() for t in seen]
+        for request in target.requests:
+            if request.entry >= 0:
+                for i in entry_leaves(entries, request.entry):
+                    reduced.append(reducers[request.record](derived[i]))
+    value = original(*args, **kwargs)
+    result: list[torch.Tensor] = []
+    sizes: list[int] = []
+    structure = encode(value, result, sizes)
+    for request in target.requests:
+        if request.result:
+            for i in element_leaves(structure, request.output):
+                reduced.append(reducers[request.record](result[i]))
+    emit(
+        Observation(
+            token,
+            result,
+            derived + reduced,
+            sizes,
+            entry_sizes,
+            structure,
+            entries,
+            target.path,
+            target.key == "_call_impl",
+        )
+    )
+    return value
 
 
 def _argument(

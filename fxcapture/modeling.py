@@ -26,17 +26,18 @@ from typing import Any, TypeVar, final, overload
 import torch
 from torch import nn
 
-from fxcapture import collect, patching
-from fxcapture.collect import ACTIVE, Collector, Store
-from fxcapture.declare import CAPTURES, OutputRecorder, declaration, find
+from fxcapture import collect, dispatch, patching
+from fxcapture._dynamo import outside_dynamo
+from fxcapture.collect import Collector, Store
+from fxcapture.declare import CAPTURES, OutputRecorder, declaration
 from fxcapture.declared_spec import declared_spec
 from fxcapture.flags import Request, flag_name, request, spell
 from fxcapture.outputs import get_field, has_field, inject_records, to_tuple
 from fxcapture.resolve import (
-    TRACED_MODELS,
     StorePlan,
+    bind,
     declared_names,
-    plan_stores,
+    end_trace,
     trace_constants,
     warn_cache,
     warn_count,
@@ -211,24 +212,16 @@ def _call_eager(
 ) -> tuple[Any, dict[str, list[Any]]]:
     outer = _inside.set(True)
     try:
-        if not wanted:
-            if ACTIVE.get() is None:
+        if wanted:
+            found, stores = outside_dynamo(bind, model, wanted)
+            collector = _collector(stores)
+            with dispatch.collecting(collector, found):
+                outputs = function(model, *args, **kwargs)
+            return outputs, _settle(model, collector)
+        if dispatch.is_collecting():
+            with dispatch.silence():
                 return function(model, *args, **kwargs), {}
-            silence = ACTIVE.set(None)
-            try:
-                return function(model, *args, **kwargs), {}
-            finally:
-                ACTIVE.reset(silence)
-        found = find(model, tuple(wanted))
-        collector = _collector(plan_stores(model, wanted, found))
-        places = collect.enter_eager(collector, found, traced=model in TRACED_MODELS)
-        token = ACTIVE.set(collector)
-        try:
-            outputs = function(model, *args, **kwargs)
-        finally:
-            ACTIVE.reset(token)
-            collect.leave_eager(places)
-        return outputs, _settle(model, collector)
+        return function(model, *args, **kwargs), {}
     finally:
         _inside.reset(outer)
 
@@ -250,6 +243,7 @@ def _call_traced(
         outputs = function(model, *args, **kwargs)
     finally:
         collect.leave_traced(saved)
+        end_trace(model)
     return outputs, _settle(model, collector)
 
 

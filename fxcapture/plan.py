@@ -14,7 +14,8 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -51,6 +52,7 @@ __all__ = [
     "canonical_selection",
     "leaves_of",
     "match",
+    "reducers_of",
     "resolve",
 ]
 
@@ -82,14 +84,15 @@ class Leaf:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
-    def treat(self, value: torch.Tensor) -> torch.Tensor:
-        """``value`` after detach, dtype and device; may alias ``value``."""
+    def snapshot(self, value: torch.Tensor) -> torch.Tensor:
+        """``value`` after detach, dtype and device, as a tensor of its own."""
         if self.detach:
             value = value.detach()
         dtype = self.dtype if value.is_floating_point() else None
+        converted = value
         if dtype is not None or self.device is not None:
-            value = value.to(device=self.device, dtype=dtype)
-        return value
+            converted = value.to(device=self.device, dtype=dtype)
+        return converted.clone() if converted is value else converted
 
 
 @final
@@ -159,7 +162,7 @@ class Plan:
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)  # without slots: cached properties
 class Match:
     """A spec bound to the modules of one model.
 
@@ -180,11 +183,44 @@ class Match:
     entries: Mapping[str, tuple[int | str, ...]]
     inside_fused: bool
 
-    def records_of(self, path: str) -> Iterator[str]:
+    @functools.cached_property
+    def _records(self) -> dict[str, tuple[str, ...]]:
+        return {
+            t.path: tuple(n for n, paths in self.paths.items() if t.path in paths)
+            for t in self.targets
+        }
+
+    @functools.cached_property
+    def _hooked(self) -> frozenset[str]:
+        return frozenset(t.path for t in self.targets if t.key == "_call_impl")
+
+    def records_of(self, path: str) -> tuple[str, ...]:
         """Names of the records that tap the module at ``path``."""
-        for name, paths in self.paths.items():
-            if path in paths:
-                yield name
+        return self._records.get(path, ())
+
+    def is_hooked(self, path: str) -> bool:
+        """Whether each call of the module gives a second observation, behind hooks."""
+        return path in self._hooked
+
+
+def _last(h: torch.Tensor) -> torch.Tensor:
+    return h[:, -1]
+
+
+def _mean(h: torch.Tensor) -> torch.Tensor:
+    return h.mean(dim=1)
+
+
+_NAMED_REDUCTIONS = {"last": _last, "mean": _mean}
+
+
+def reducers_of(spec: CaptureSpec) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Record name to its reduction as a function."""
+    return {
+        name: _NAMED_REDUCTIONS[tap.reduce] if isinstance(tap.reduce, str) else tap.reduce
+        for name, tap in spec.items()
+        if tap.reduce is not None
+    }
 
 
 def entry_name(tap: Tap) -> int | str | None:

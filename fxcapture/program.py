@@ -210,7 +210,7 @@ class CapturedModule(nn.Module):
     def graphs(self) -> tuple[fx.GraphModule, ...]:
         """The instrumented graphs compiled so far, in order; do not edit them."""
         program: DynamoProgram = object.__getattribute__(self, "__dict__")["_fxc_program"]
-        return tuple(g for p in program.graph_programs for g in p.graphs())
+        return tuple(g for c in program.compiled for g in c.graphs())
 
     def explain(self) -> str:
         """Per record, which site fed which position in the latest call, and where."""

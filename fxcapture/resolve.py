@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import threading
 import warnings
-import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fxcapture import collect
+from fxcapture._dynamo import allow_collection_in_checkpoints, constant
+from fxcapture.collect import trace_plan
 from fxcapture.declare import Found, declaration, find, recorders
+from fxcapture.dispatch import make_way_for_tracing
 from fxcapture.flags import Request
 
 __all__ = [
-    "TRACED_MODELS",
     "StorePlan",
+    "bind",
     "declared_names",
-    "plan_stores",
+    "end_trace",
     "trace_constants",
     "warn_cache",
     "warn_count",
@@ -34,27 +35,46 @@ __all__ = [
 #: Of one record: (name, wanted positions or None for all, late positions, expected).
 StorePlan = tuple[str, "tuple[int, ...] | None", tuple[int, ...], int]
 
-#: Models that Dynamo has traced, by identity; see ``collect.enter_eager``.
-TRACED_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
-
-@torch.compiler.assume_constant_result
+@constant
 def declared_names(model: nn.Module, generation: str) -> tuple[str, ...]:
-    TRACED_MODELS.add(model)
+    make_way_for_tracing(model)
     return tuple(declaration(model))
 
 
-@torch.compiler.assume_constant_result
+#: How to take back what each trace under way has changed, innermost last.
+_restore: list[Callable[[], Any]] = []
+
+
+@constant
 def trace_constants(
     model: nn.Module,
     names: tuple[str, ...],
     asked: tuple[Request, ...],
     generation: str,
 ) -> tuple[Any, ...]:
-    found = find(model, names)
-    stores = plan_stores(model, dict(zip(names, asked, strict=True)), found)
+    """Stores and seats of a trace; whoever calls it calls ``end_trace`` too."""
+    found, stores = bind(model, dict(zip(names, asked, strict=True)))
     _count_selection(model, names, asked)
-    return stores, collect.trace_plan(found, model)
+    if names:
+        _restore.append(allow_collection_in_checkpoints())
+    else:
+        _restore.append(lambda: None)
+    return stores, trace_plan(found, model)
+
+
+@constant
+def end_trace(model: nn.Module) -> None:
+    """Take back what ``trace_constants`` changed."""
+    _restore.pop()()
+
+
+def bind(
+    model: nn.Module, wanted: Mapping[str, Request]
+) -> tuple[list[Found], tuple[StorePlan, ...]]:
+    """The modules to record of, and what to keep."""
+    found = find(model, tuple(wanted))
+    return found, plan_stores(model, wanted, found)
 
 
 def plan_stores(
@@ -123,7 +143,7 @@ def _warn_once(key: tuple[Any, ...], text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=4)
 
 
-@torch.compiler.assume_constant_result
+@constant
 def warn_count(model: nn.Module, name: str, actual: int, expected: int) -> None:
     _warn_once(
         ("count", type(model), name),
@@ -134,7 +154,7 @@ def warn_count(model: nn.Module, name: str, actual: int, expected: int) -> None:
     )
 
 
-@torch.compiler.assume_constant_result
+@constant
 def warn_cache(cls: type) -> None:
     """Say once that gradient checkpointing switches the cache off."""
     _warn_once(

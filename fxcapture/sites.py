@@ -18,7 +18,7 @@ from typing import Any, final, overload
 
 from fxcapture.structure import Structure, parse
 
-__all__ = ["Site", "SiteTable"]
+__all__ = ["Site", "SiteTable", "format_table", "replace_path"]
 
 
 @final
@@ -134,6 +134,11 @@ class SiteTable(Sequence[Site]):
                 )
             )
         return format_table(rows)
+
+
+def replace_path(site: Site, path: str) -> Site:
+    """The same call, of another module."""
+    return site if site.path == path else dataclasses.replace(site, path=path)
 
 
 def _shape(shape: Sequence[int | str]) -> str:

@@ -6,6 +6,8 @@
 ``lift_taps``          bring taps out of higher-order operators' bodies
 ``extend_outputs``     make taps outputs of the graph
 ``erase_marks``        remove marks and what was computed for them alone
+``drop_tokens``        drop the inputs that only named modules (pieces only)
+``locate_tokens``      which input names each mark's module (an analysis)
 ``prune_unneeded``     end the graph where its outputs end (records only)
 ``verify_graph``       check what must hold afterwards
 =====================  ===============================================================
@@ -18,24 +20,35 @@ from collections.abc import Mapping
 from torch import fx
 
 from fxcapture.passes.base import copy_graph_module, walk
-from fxcapture.passes.collect_marks import MarkedSites, collect_marks, pair_hooked
+from fxcapture.passes.collect_marks import (
+    MarkedSites,
+    collect_marks,
+    mark_sites,
+    pair_hooked,
+)
+from fxcapture.passes.drop_tokens import KEPT_INPUTS, drop_tokens
 from fxcapture.passes.erase_marks import erase_marks
 from fxcapture.passes.extend_outputs import OUTPUTS, extend_outputs
 from fxcapture.passes.insert_taps import insert_taps
 from fxcapture.passes.lift_taps import lift_taps
+from fxcapture.passes.locate_tokens import locate_tokens
 from fxcapture.passes.prune_unneeded import prune_unneeded
 from fxcapture.passes.verify_graph import verify_graph
 from fxcapture.plan import Leaf
 
 __all__ = [
+    "KEPT_INPUTS",
     "OUTPUTS",
     "MarkedSites",
     "collect_marks",
     "copy_graph_module",
+    "drop_tokens",
     "erase_marks",
     "extend_outputs",
     "insert_taps",
     "lift_taps",
+    "locate_tokens",
+    "mark_sites",
     "pair_hooked",
     "prune_unneeded",
     "rewrite",

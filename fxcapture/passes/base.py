@@ -108,6 +108,8 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
             made.__dict__[name] = value
     for old, new in zip(gm.graph.nodes, made.graph.nodes, strict=True):
         _compat.copy_node_source(old, new)
+        # The copy avoids names of builtins; a signature may mention the node's name.
+        new.name = old.name
     made.meta = dict(gm.meta)
     for node in gm.graph.nodes:
         for name, body in bodies(gm, node):

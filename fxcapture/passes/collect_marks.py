@@ -16,7 +16,7 @@ from fxcapture.passes.base import is_mark, walk
 from fxcapture.sites import Site, SiteTable
 from fxcapture.structure import parse
 
-__all__ = ["MarkedSites", "collect_marks", "observation", "pair_hooked"]
+__all__ = ["MarkedSites", "collect_marks", "mark_sites", "observation", "pair_hooked"]
 
 
 class MarkedSites(NamedTuple):
@@ -47,7 +47,15 @@ def collect_marks(
         graph: The number that the sites report as theirs.
         classes: Path to class name.
     """
-    sites = []
+    merged, marks = pair_hooked(mark_sites(gm, graph=graph, classes=classes))
+    return MarkedSites(SiteTable(merged), marks)
+
+
+def mark_sites(
+    gm: fx.GraphModule, *, graph: int | None = None, classes: Mapping[str, str]
+) -> list[Site]:
+    """A site for each mark, those of one hooked call not joined yet."""
+    sites: list[Site] = []
     for _, node, region in walk(gm):
         if not is_mark(node):
             continue
@@ -68,8 +76,7 @@ def collect_marks(
                 hooked=seen.hooked,
             )
         )
-    merged, marks = pair_hooked(sites)
-    return MarkedSites(SiteTable(merged), marks)
+    return sites
 
 
 def pair_hooked(
@@ -112,7 +119,7 @@ def _leaf_types(
     dtypes = []
     for _ in parse(seen.structure).leaves("tensor"):
         node = seen.result[len(shapes)]
-        value = node.meta.get("example_value", node.meta.get("val"))  # type: ignore[attr-defined]
+        value = node.meta.get("val", node.meta.get("example_value"))  # type: ignore[attr-defined]
         shape = getattr(value, "shape", ())
         shapes.append(
             tuple(s if isinstance(s, int) else str(s) for s in shape)

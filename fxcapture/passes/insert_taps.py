@@ -62,7 +62,7 @@ def _tap_tensor(mark: fx.Node, seen: Any, key: TapKey) -> None:
     assert leaf is not None
     source = (seen.result if leaf.kind == "result" else seen.derived)[leaf.index]
     graph = mark.graph
-    example = source.meta.get("example_value", source.meta.get("val"))
+    example = source.meta.get("val", source.meta.get("example_value"))
     value = source
     if leaf.detach:
         value = _call(graph, mark, value, "detach", {}, lambda t: t.detach())
@@ -71,21 +71,20 @@ def _tap_tensor(mark: fx.Node, seen: Any, key: TapKey) -> None:
         options["dtype"] = leaf.dtype
     if leaf.device is not None:
         options["device"] = leaf.device
-    fresh = _is_fresh(example, leaf)
-    if options and (fresh or not _is_aten(value)):
+    if options and _converts(example, leaf):
         value = _call(graph, mark, value, "to", options, lambda t: t.to(**options))
-    if not fresh:
+    elif not _is_copy(source, leaf):
         value = _call(graph, mark, value, "clone", {}, lambda t: t.clone())
     value.meta[TAP] = key
 
 
-def _is_fresh(example: Any, leaf: Leaf) -> bool:
-    """Whether the treatment has made a tensor of its own already.
+def _is_copy(source: fx.Node, leaf: Leaf) -> bool:
+    """Whether the value is what the scope copied when the module was entered."""
+    return leaf.kind == "derived" and source.target in ("clone", _ATEN["clone"])
 
-    True as well for a value that the scope copied when the module was entered.
-    """
-    if leaf.kind == "derived" and leaf.entry and not leaf.detach:
-        return False
+
+def _converts(example: Any, leaf: Leaf) -> bool:
+    """Whether dtype or device makes a tensor of its own, so that a copy adds nothing."""
     if example is None:
         return False
     converted = (
@@ -108,7 +107,7 @@ _ATEN = {
 
 def _is_aten(node: fx.Node) -> bool:
     """Whether a node stands in a graph of ATen operators: its value is its ``val``."""
-    return "val" in node.meta and "example_value" not in node.meta
+    return "val" in node.meta
 
 
 def _call(

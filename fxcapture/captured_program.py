@@ -1,0 +1,303 @@
+"""Exported programs that return records: made here, saved, loaded and packaged.
+
+Terms
+    captured program: an ``ExportedProgram`` with taps as named outputs, and the manifest
+        that says what they mean.
+    package: the same, compiled ahead of time by AOTInductor into one file.
+
+Invariants
+    Loading and running a program or a package needs torch and this package only: the
+    model's code is not imported, and neither is any library that it came from.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+import fxcapture
+from fxcapture import _compat, passes
+from fxcapture.errors import CaptureError, SpecError, SpecTypeError
+from fxcapture.frontends import export as frontend
+from fxcapture.frontends.dynamo import fused_attention, reducers_of
+from fxcapture.manifest import Manifest
+from fxcapture.plan import match, resolve
+from fxcapture.records import Captured, Records
+from fxcapture.sites import SiteTable
+from fxcapture.spec import CaptureSpec
+
+__all__ = ["CapturedPackage", "CapturedProgram", "export", "load", "load_package"]
+
+_FILE = "fxcapture.json"
+_METADATA = "fxcapture_manifest"
+
+
+def export(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    spec: CaptureSpec | Mapping[str, Any],
+    dynamic_shapes: Any = None,
+    strict: bool = False,
+    keep_output: bool = True,
+) -> CapturedProgram:
+    """Export a model as a program that returns its output and the records.
+
+    Example::
+
+        program = export(model, (ids,), spec={"hidden": Tap("layers.*", select=[0, -2])})
+        output, records = program(ids)
+        program.save("model.pt2")
+
+    Args:
+        model: The model; not changed.
+        args: Example arguments, as for ``torch.export.export``.
+        kwargs: Example keyword arguments.
+        spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
+        dynamic_shapes: As for ``torch.export.export``.
+        strict: Trace with Dynamo instead of by running the model's Python code.
+        keep_output: With ``False`` the program returns the records alone and ends at
+            the last operation that one needs; parameters behind it are left out.
+
+    Raises:
+        SpecTypeError: ``model`` or ``spec`` is of the wrong type.
+        TargetError: the spec does not fit the model, or what the run called.
+        TraceError: the model cannot be exported.
+        UnreachableValueError: a value cannot leave the sub-graph it is computed in.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecTypeError(
+            f"model is of type {type(model).__name__}",
+            why="sites are calls of submodules, so the model has to be a torch.nn.Module",
+            remedy="for a graph that exists already use fxcapture.instrument",
+        )
+    if not isinstance(spec, CaptureSpec):
+        spec = CaptureSpec(spec)
+    model = _compat.unwrap_optimized(model)
+    bound = match(spec, model)
+    with fused_attention(not bound.inside_fused):
+        traced = frontend.trace(
+            model,
+            tuple(args),
+            kwargs or {},
+            bound.targets,
+            reducers_of(spec),
+            dynamic_shapes=dynamic_shapes,
+            strict=strict,
+        )
+    marked = passes.collect_marks(traced.graph_module, graph=0, classes=bound.classes)
+    plan = resolve(spec, bound, marked.sites)
+    program, records, outputs = frontend.attach(
+        traced, marked, plan, keep_output=keep_output
+    )
+    manifest = Manifest(
+        spec=_spec_json(spec),
+        spec_text=repr(spec),
+        keep_output=keep_output,
+        records=records,
+        outputs=outputs,
+        versions=versions(),
+    )
+    return CapturedProgram(program, manifest, sites=marked.sites)
+
+
+def _spec_json(spec: CaptureSpec) -> str | None:
+    try:
+        return spec.to_json()
+    except SpecError:
+        return None
+
+
+def versions() -> tuple[tuple[str, str], ...]:
+    """What a manifest says made it."""
+    return (
+        ("fxcapture", fxcapture.__version__),
+        ("torch", str(torch.__version__)),
+    )
+
+
+def _split(raw: Any, manifest: Manifest) -> tuple[Any, Records]:
+    output, values = raw if manifest.keep_output else (None, raw)
+    return output, manifest.read(values)
+
+
+@final
+class CapturedProgram:
+    """An exported program that returns its output and the records.
+
+    Made by :func:`export`, :func:`load` and :func:`fxcapture.instrument`.
+
+    Attributes:
+        program: The ``ExportedProgram``.  It returns ``(output, {name: tensor, ...})``,
+            or the dictionary alone under ``keep_output=False``; names are
+            ``{record}_{position}``, see ``manifest.outputs``.
+        manifest: What its added outputs mean.
+        sites: The sites that the export found; empty after :func:`load`.
+    """
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        manifest: Manifest,
+        *,
+        sites: SiteTable | None = None,
+    ) -> None:
+        self.program = program
+        self.manifest = manifest
+        self.sites = SiteTable() if sites is None else sites
+        self._module: nn.Module | None = None
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """The spec it was made with; reading it imports the classes it names.
+
+        Raises:
+            CaptureError: the spec holds an object that could not be stored.
+        """
+        return self.manifest.load_spec()
+
+    def module(self) -> nn.Module:
+        """The program as a module of its own; see ``ExportedProgram.module``."""
+        return self.program.module()
+
+    def read(self, values: Mapping[str, Any]) -> Records:
+        """Records from the dictionary that the program returned.
+
+        Args:
+            values: Output name to tensor; not copied.  Also what another runtime, such
+                as ONNX Runtime, returned under these names.
+        """
+        return self.manifest.read(values)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Captured:
+        """Run the program.
+
+        Parameters and buffers are the program's; buffers that the model writes to are
+        written.  Records are tensors of their own, with gradients unless detached.
+        """
+        if self._module is None:
+            self._module = self.program.module()
+        return Captured(*_split(self._module(*args, **kwargs), self.manifest))
+
+    def run_decompositions(self, *args: Any, **kwargs: Any) -> CapturedProgram:
+        """The same program after ``ExportedProgram.run_decompositions``."""
+        return CapturedProgram(
+            self.program.run_decompositions(*args, **kwargs),
+            self.manifest,
+            sites=self.sites,
+        )
+
+    def portable(self) -> ExportedProgram:
+        """The program without classes of the model's in its output.
+
+        A dictionary class, such as ``ModelOutput``, becomes a ``dict`` with the same
+        keys, another one a tuple: the program can then be loaded without the model's
+        code.  Parameters are shared with ``program``.
+        """
+        return frontend.with_plain_output(self.program)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a ``.pt2`` file for :func:`load` (``torch.export.load`` reads it too).
+
+        Raises:
+            CaptureError: torch cannot serialise the program.
+        """
+        try:
+            torch.export.save(
+                self.portable(), Path(path), extra_files={_FILE: self.manifest.to_json()}
+            )
+        except Exception as error:
+            raise CaptureError(
+                f"the program cannot be saved to {str(path)!r}",
+                why=f"{type(error).__name__}: {error}",
+                remedy="see the reason; torch.export.save writes graphs of registered "
+                "operators, with inputs of registered types",
+            ) from error
+
+    def package(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        inductor_configs: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Compile with AOTInductor into one file for :func:`load_package`.
+
+        Args:
+            path: The file to write; it must end in ``.pt2``.
+            inductor_configs: As for ``torch._inductor.aoti_compile_and_package``.
+
+        Returns:
+            Where the package is.
+        """
+        made = _compat.aoti_package(
+            self.portable(),
+            str(path),
+            dict(inductor_configs or {}),
+            {_METADATA: self.manifest.to_json()},
+        )
+        return Path(made)
+
+    def __repr__(self) -> str:
+        names = ", ".join(o.name for o in self.manifest.outputs)
+        return f"CapturedProgram({self.manifest.spec_text}\n  outputs: {names})"
+
+
+def load(path: str | os.PathLike[str]) -> CapturedProgram:
+    """Read what :meth:`CapturedProgram.save` wrote.
+
+    Raises:
+        CaptureError: the file holds no captured program.
+        FileNotFoundError: there is no such file.
+    """
+    files = {_FILE: ""}
+    program = torch.export.load(Path(path), extra_files=files)
+    if not files[_FILE]:
+        raise CaptureError(
+            f"{str(path)!r} holds no captured program",
+            why="it is an exported program without a manifest of fxcapture's",
+            remedy="load it with torch.export.load and pass it to fxcapture.instrument",
+        )
+    return CapturedProgram(program, Manifest.from_json(files[_FILE]))
+
+
+@final
+class CapturedPackage:
+    """A program compiled ahead of time; made by :func:`load_package`.
+
+    Attributes:
+        manifest: What its added outputs mean.
+    """
+
+    def __init__(self, compiled: Any, manifest: Manifest) -> None:
+        self._compiled = compiled
+        self.manifest = manifest
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Captured:
+        """Run the package; records carry no gradients."""
+        return Captured(*_split(self._compiled(*args, **kwargs), self.manifest))
+
+
+def load_package(path: str | os.PathLike[str]) -> CapturedPackage:
+    """Read what :meth:`CapturedProgram.package` wrote.
+
+    Raises:
+        CaptureError: the file holds no captured program.
+        FileNotFoundError: there is no such file.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(path)
+    compiled, metadata = _compat.aoti_load(str(path))
+    if _METADATA not in metadata:
+        raise CaptureError(
+            f"{str(path)!r} holds no captured program",
+            why="it is an AOTInductor package without a manifest of fxcapture's",
+            remedy="make it with CapturedProgram.package",
+        )
+    return CapturedPackage(compiled, Manifest.from_json(metadata[_METADATA]))

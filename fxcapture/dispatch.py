@@ -1,0 +1,251 @@
+"""Collecting in eager runs: overrides that any number of threads share.
+
+Terms
+    dispatcher: an override on a module that belongs to no run; it asks the running
+        thread for its collector.
+    place: (identity of a module, key of the override).
+    duty: what one run wants at one place.
+
+Invariants
+    When no decorated call runs, no dispatcher stands on any module.  How many runs need
+    one is counted under a lock; the last one takes it off.
+    A model that is also traced is never captured eagerly while a thread traces it, and
+    there the dispatchers stand where Dynamo's guards do not look, so that neither
+    disturbs compiled code that another thread runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from fxcapture import _compat
+from fxcapture._dynamo import constant, no_tracing
+from fxcapture.collect import Collector, observe, observe_hooked
+from fxcapture.declare import Found, Task
+
+__all__ = ["collecting", "is_collecting", "make_way_for_tracing", "silence"]
+
+_Place = tuple[int, str]
+#: How long a trace waits for eager captures of the same model that are under way.
+_PATIENCE_S = 10.0
+
+
+@final
+class _Duty:
+    """What one eager run does at one override.
+
+    Attributes:
+        tasks: What to record; may be empty.
+        first: Name of the first parameter of the module's ``forward``.
+        instead: What to call in place of a block that was compiled by itself, because
+            a value inside of it is wanted.
+    """
+
+    def __init__(
+        self,
+        tasks: tuple[Task, ...] = (),
+        first: str = "",
+        instead: Callable[..., Any] | None = None,
+    ) -> None:
+        self.tasks = tasks
+        self.first = first
+        self.instead = instead
+
+
+@final
+class _Installed:
+    """A dispatcher that stands on a module, and how many runs need it."""
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.module = module
+        self.key = key
+        self.runs = 0
+        self.present = key in module.__dict__
+        self.previous = module.__dict__.get(key)
+        self.dispatcher = _dispatcher(module, key, getattr(module, key))
+        module.__dict__[key] = self.dispatcher
+
+    def remove(self) -> None:
+        # Whoever replaced the dispatcher during the run keeps what was put there; it
+        # wraps a dispatcher that finds no collector from now on.
+        if self.module.__dict__.get(self.key) is not self.dispatcher:
+            return
+        if self.present:
+            self.module.__dict__[self.key] = self.previous
+        else:
+            del self.module.__dict__[self.key]
+
+
+@final
+class _Session:
+    """One eager run that collects.
+
+    Args:
+        collector: Receives the values.
+        found: The modules to record of.
+        quiet: Stay out of sight of Dynamo's guards.  They look at ``forward`` and not
+            at ``_call_impl``; the price is that ``child.forward(...)`` is not seen.
+    """
+
+    def __init__(
+        self, collector: Collector, found: Sequence[Found], *, quiet: bool
+    ) -> None:
+        self.collector = collector
+        self.duties: dict[_Place, _Duty] = {}
+        self.modules: dict[_Place, nn.Module] = {}
+        for target in found:
+            if target.compiled and target.owner is not None:
+                continue  # inside a compiled sub-model that captures for itself
+            for block in target.compiled:
+                if block is not target.seat:
+                    key, inner = _uncompiled(block)
+                    self._duty(block, key).instead = inner
+            for key in _keys(target, quiet):
+                duty = self._duty(target.seat, key)
+                duty.tasks, duty.first = target.tasks, target.first
+
+    def _duty(self, module: nn.Module, key: str) -> _Duty:
+        place = (id(module), key)
+        self.modules[place] = module
+        return self.duties.setdefault(place, _Duty())
+
+
+_active: ContextVar[_Session | None] = ContextVar("fxcapture_session", default=None)
+_lock = threading.Lock()
+_idle = threading.Condition(_lock)
+_installed: dict[_Place, _Installed] = {}
+_traced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_collecting() -> bool:
+    """Whether this thread is in a decorated call that collects."""
+    return _active.get() is not None
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """A decorated call that wants nothing, inside one that collects."""
+    token = _active.set(None)
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+@contextlib.contextmanager
+def collecting(collector: Collector, found: Sequence[Found]) -> Iterator[None]:
+    """Hand what ``found`` return in this thread to ``collector``."""
+    with contextlib.ExitStack() as stack:
+        quiet = _is_traced(found)
+        if quiet:
+            stack.enter_context(no_tracing())
+        session = _Session(collector, found, quiet=quiet)
+        while not _install(session, quiet):
+            # A thread has begun to trace the model in the meantime.
+            quiet = True
+            stack.enter_context(no_tracing())
+            session = _Session(collector, found, quiet=True)
+        stack.callback(_remove, session)
+        stack.callback(_active.reset, _active.set(session))
+        yield
+
+
+def make_way_for_tracing(model: nn.Module) -> None:
+    """Called by a thread that begins to trace ``model``.
+
+    Eager captures that are under way are waited for; later ones wait for the trace.
+    """
+    modules = list(model.modules())
+    mine = {id(module) for module in modules}
+    until = time.monotonic() + _PATIENCE_S
+    with _lock:
+        for module in modules:
+            _traced.add(module)
+        # Bounded: a capture under way may itself wait for this thread's compilation.
+        while any(place[0] in mine for place in _installed):
+            if not _idle.wait(timeout=max(0.0, until - time.monotonic())):
+                break
+
+
+def _is_traced(found: Sequence[Found]) -> bool:
+    return any(f.compiled or f.seat in _traced for f in found)
+
+
+def _install(session: _Session, quiet: bool) -> bool:
+    with _lock:
+        if not quiet and any(m in _traced for m in session.modules.values()):
+            return False
+        for place, module in session.modules.items():
+            if place not in _installed:
+                _installed[place] = _Installed(module, place[1])
+            _installed[place].runs += 1
+        return True
+
+
+def _remove(session: _Session) -> None:
+    with _lock:
+        for place in reversed(session.modules):
+            installed = _installed[place]
+            installed.runs -= 1
+            if not installed.runs:
+                del _installed[place]
+                installed.remove()
+        _idle.notify_all()
+
+
+@constant
+def _thread_collects() -> bool:
+    return is_collecting()
+
+
+def _dispatcher(
+    module: nn.Module, key: str, original: Callable[..., Any]
+) -> Callable[..., Any]:
+    place = (id(module), key)
+
+    def dispatch(*args: Any, **kwargs: Any) -> Any:
+        # A thread that traces and does not collect may meet this one's dispatcher.
+        if torch.compiler.is_dynamo_compiling() and not _thread_collects():
+            return original(*args, **kwargs)
+        session = _active.get()
+        duty = None if session is None else session.duties.get(place)
+        if session is None or duty is None:
+            return original(*args, **kwargs)
+        function = duty.instead or original
+        if not duty.tasks:
+            return function(*args, **kwargs)
+        collector = session.collector
+        if key == "_call_impl" and (id(module), "forward") in session.duties:
+            return observe_hooked(collector, duty.tasks, function, args, kwargs)
+        return observe(collector, duty.tasks, duty.first, function, args, kwargs)
+
+    return dispatch
+
+
+def _uncompiled(block: nn.Module) -> tuple[str, Callable[..., Any]]:
+    """The key under which a compiled block is entered, and its uncompiled form."""
+    if _compat.is_compiled_in_place(block):
+        return "_compiled_call_impl", block._call_impl
+    return "forward", block._modules["_orig_mod"].__call__  # type: ignore[union-attr]
+
+
+def _keys(target: Found, quiet: bool) -> tuple[str, ...]:
+    seat = target.seat
+    if _compat.is_compiled_in_place(seat):
+        return ("_compiled_call_impl",)
+    if "_orig_mod" in seat._modules:
+        return ("forward",)
+    if quiet:
+        return ("_call_impl",)
+    if _compat.has_forward_hooks(seat):
+        return ("forward", "_call_impl")
+    return ("forward",)

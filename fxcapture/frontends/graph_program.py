@@ -1,0 +1,298 @@
+"""One Dynamo graph with its taps, compiled; what Dynamo's generated code calls.
+
+Terms
+    whole run: the call is this graph and nothing else.  Positions are known when it is
+        compiled, and only what is selected becomes an output.
+    piece: a graph of a broken run.  Its sites are hits among others; every value that a
+        record may want becomes an output.  One piece may serve several modules: which
+        one it runs for, it learns from the tokens among its inputs.
+    variant: a whole graph compiled for one selection.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, final
+
+from torch import fx
+
+from fxcapture import _compat, passes
+from fxcapture.frame import Event, Frame, active_frame
+from fxcapture.passes.base import TapKey
+from fxcapture.plan import Leaf, Plan, Slot, leaves_of, resolve
+from fxcapture.records import Records
+from fxcapture.sites import Site, SiteTable, replace_path
+
+if TYPE_CHECKING:
+    from fxcapture.frontends.dynamo import DynamoProgram
+
+__all__ = ["Piece", "WholeGraph"]
+
+#: Calls a compiled graph; the graph's own outputs come first.
+Compiled = Callable[..., Sequence[Any]]
+
+
+@final
+class _Variant:
+    """A whole graph compiled for one selection.
+
+    Attributes:
+        plan: The selection's plan.
+        graph_module: The instrumented graph.
+        call: The compiled graph.
+        num_own: Number of the model's own outputs; the taps stand behind them.
+    """
+
+    __slots__ = ("_paths", "_readers", "call", "graph_module", "num_own", "plan")
+
+    def __init__(
+        self, plan: Plan, sites: SiteTable, graph_module: fx.GraphModule, call: Compiled
+    ) -> None:
+        self.plan = plan
+        self.graph_module = graph_module
+        self.call = call
+        places = places_of(graph_module)
+        self.num_own = num_own_outputs(graph_module)
+        self._paths = {r.name: r.paths for r in plan.records}
+        # Worked out once, so that a call only indexes its outputs.
+        self._readers = [
+            (r.name, [s and _reader(s, places, sites[s.site]) for s in r.slots])
+            for r in plan.records
+        ]
+
+    def records(self, values: Sequence[Any]) -> Records:
+        """Records of a run from the values behind the model's own outputs."""
+        made = {
+            name: tuple([reader and reader(values) for reader in readers])
+            for name, readers in self._readers
+        }
+        return Records(made, self._paths)
+
+
+def places_of(graph_module: fx.GraphModule) -> dict[TapKey, int]:
+    """What each output behind the model's own is, and where it stands there."""
+    keys: tuple[TapKey, ...] = graph_module.meta[passes.OUTPUTS]
+    return {key: i for i, key in enumerate(keys)}
+
+
+def num_own_outputs(graph_module: fx.GraphModule) -> int:
+    """Number of outputs that the graph had without taps."""
+    outputs = graph_module.graph.output_node().args[0]
+    return len(outputs) - len(graph_module.meta[passes.OUTPUTS])  # type: ignore[arg-type]
+
+
+def _reader(
+    slot: Slot, places: Mapping[TapKey, int], site: Site
+) -> Callable[[Sequence[Any]], Any]:
+    """A function from a run's extra outputs to the value of one slot."""
+    tensors = {i: places[TapKey(slot.site, leaf=leaf)] for i, leaf in slot.leaves}
+    structure = slot.structure
+    if structure.kind == "tensor":
+        return operator.itemgetter(tensors[structure.index])
+    known = site.entry_sizes if slot.entry else site.sizes
+    sizes = {
+        i: places[TapKey(slot.site, size=(slot.entry, i))]
+        for i in slot.sizes
+        if known[i] is None
+    }
+
+    def read(values: Sequence[Any]) -> Any:
+        return structure.build(
+            lambda i: values[tensors[i]],
+            lambda i: int(values[sizes[i]]) if i in sizes else known[i],
+        )
+
+    return read
+
+
+def _kept_graph(marked_graph: fx.GraphModule) -> fx.GraphModule:
+    """A copy of Dynamo's graph to compile from, now and later."""
+    kept = passes.copy_graph_module(marked_graph)
+    for node in kept.graph.nodes:
+        # It refers to the call's real inputs, which nothing should keep alive.
+        node.meta.pop("grapharg", None)
+    return kept
+
+
+@final
+class WholeGraph:
+    """A graph that is the whole run.
+
+    Args:
+        program: The program it belongs to.
+        marked_graph: The graph as Dynamo made it; not changed.
+        example_inputs: What Dynamo gives a backend.
+        selection: The selection to compile it for now.
+
+    Raises:
+        TargetError: the spec does not fit what the graph calls.
+        CaptureError: a value cannot be captured.
+    """
+
+    def __init__(
+        self,
+        program: DynamoProgram,
+        marked_graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+        selection: Any,
+    ) -> None:
+        self._program = program
+        self._bound = program.bound
+        self._lock = threading.Lock()
+        self._marked_graph = _kept_graph(marked_graph)
+        self.number = program.next_graph_number()
+        self._marked = passes.collect_marks(
+            self._marked_graph, graph=self.number, classes=self._bound.classes
+        )
+        self._variants: dict[Any, _Variant] = {}
+        self._variants[selection] = self._build(self._plan(selection), example_inputs)
+
+    def _plan(self, selection: Any) -> Plan:
+        return resolve(self._program.spec, self._bound, self._marked.sites, selection)
+
+    def _build(self, plan: Plan, example_inputs: Sequence[Any]) -> _Variant:
+        made = passes.rewrite(
+            self._marked_graph,
+            self._marked,
+            plan.wanted(),
+            plan.wanted_sizes(),
+            prune=not self._program.keep_output,
+        )
+        call = self._program.inner(made, list(example_inputs))
+        return _Variant(plan, self._marked.sites, made, call)
+
+    def _variant(self, selection: Any) -> _Variant:
+        """The variant for a selection; compiled on first use, outside of Dynamo."""
+        found = self._variants.get(selection)
+        if found is None:
+            with self._lock:
+                found = self._variants.get(selection) or self._late(selection)
+                self._variants[selection] = found
+        return found
+
+    def _late(self, selection: Any) -> _Variant:
+        plan = self._plan(selection)
+        for known in self._variants.values():
+            if known.plan == plan:
+                return known
+        graph = self._marked_graph.graph
+        fakes = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+        with _compat.late_compilation(_compat.fake_mode_of(graph)):
+            try:
+                return self._build(plan, fakes)
+            except _compat.TensorifyRestart:
+                # Inside Dynamo this restarts the frame with what was learnt kept in a
+                # global table, so that the second try succeeds; here we are the frame.
+                return self._build(plan, fakes)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph; hand the records to the frame and the rest to Dynamo's code."""
+        frame = active_frame.get()
+        if frame is None or frame.owner is not self._program:
+            # Dynamo's code outlived the call: the user runs it by a way of his own.
+            variant = next(iter(self._variants.values()))
+            return variant.call(*args)[: variant.num_own]
+        variant = self._variant(frame.selection)
+        out = variant.call(*args)
+        frame.delivered = variant.records(out[variant.num_own :])
+        self._program.last_sites = self._marked.sites
+        return out[: variant.num_own]
+
+    def graphs(self) -> Iterator[fx.GraphModule]:
+        """The instrumented graphs, one for each selection."""
+        yield from {id(v): v.graph_module for v in self._variants.values()}.values()
+
+
+@final
+class Piece:
+    """A graph of a broken run.
+
+    Args:
+        program: The program it belongs to.
+        marked_graph: The graph as Dynamo made it; not changed.
+        example_inputs: What Dynamo gives a backend.
+    """
+
+    def __init__(
+        self,
+        program: DynamoProgram,
+        marked_graph: fx.GraphModule,
+        example_inputs: Sequence[Any],
+    ) -> None:
+        self._program = program
+        self.number = program.next_graph_number()
+        bound = program.bound
+        kept = _kept_graph(marked_graph)
+        self.sites = passes.mark_sites(kept, graph=self.number, classes=bound.classes)
+        self._tokens = passes.locate_tokens(kept)
+        marked = passes.MarkedSites(
+            SiteTable(self.sites), tuple((i, i) for i in range(len(self.sites)))
+        )
+        wanted: dict[int, dict[Leaf, None]] = {}
+        sizes: dict[int, dict[tuple[bool, int], None]] = {}
+        for i, site in enumerate(self.sites):
+            stand_in = replace_path(site, program.representative(site.path))
+            wanted[i] = dict.fromkeys(leaves_of(program.spec, bound, stand_in))
+            sizes[i] = dict.fromkeys(
+                [(False, k) for k in range(len(site.sizes))]
+                + [(True, k) for k in range(len(site.entry_sizes))]
+            )
+        # Entries and results of one call may stand in two marks, each a site here: both
+        # are tapped at once, and joined when the run ends.
+        self._graph_module = passes.rewrite(kept, marked, wanted, sizes)
+        tokens = frozenset(t for t in self._tokens if t is not None)
+        passes.drop_tokens(self._graph_module, tokens)
+        self._graph_module.recompile()
+        self._inputs = self._graph_module.meta[passes.KEPT_INPUTS]
+        self._all_inputs = len(self._inputs) == len(example_inputs)
+        self._num_own = num_own_outputs(self._graph_module)
+        self._places = places_of(self._graph_module)
+        self._call: Compiled = program.inner(
+            self._graph_module, [example_inputs[i] for i in self._inputs]
+        )
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph; hand its events to the frame and the rest to Dynamo's code."""
+        kept = args if self._all_inputs else [args[i] for i in self._inputs]
+        out = self._call(*kept)
+        frame = active_frame.get()
+        if frame is not None and frame.owner is self._program:
+            self._deliver(frame, args, out[self._num_own :])
+        return out[: self._num_own]
+
+    def _deliver(self, frame: Frame, args: Sequence[Any], values: Sequence[Any]) -> None:
+        tensors: dict[int, dict[Leaf, Any]] = {}
+        sizes: dict[tuple[int, bool, int], int] = {}
+        for key, place in self._places.items():
+            if key.leaf is not None:
+                tensors.setdefault(key.site, {})[key.leaf] = values[place]
+            elif key.size is not None:
+                sizes[key.site, *key.size] = int(values[place])
+        for i, site in enumerate(self.sites):
+            token = self._tokens[i]
+            if token is not None:
+                site = replace_path(site, self._program.path_of_token(args[token]))
+            event = Event(
+                site,
+                tensors.get(i, {}),
+                _filled(sizes, i, False, site.sizes),
+                _filled(sizes, i, True, site.entry_sizes),
+            )
+            self._program.take(frame, event)
+
+    def graphs(self) -> Iterator[fx.GraphModule]:
+        """The instrumented graph."""
+        yield self._graph_module
+
+
+def _filled(
+    sizes: Mapping[tuple[int, bool, int], int],
+    site: int,
+    entry: bool,
+    known: Sequence[int | None],
+) -> tuple[int, ...]:
+    return tuple(
+        sizes[site, entry, k] if size is None else size for k, size in enumerate(known)
+    )
