@@ -211,7 +211,9 @@ class CapturedProgram:
         """
         try:
             torch.export.save(
-                self.portable(), Path(path), extra_files={_FILE: self.manifest.to_json()}
+                self.portable(),
+                Path(path),
+                extra_files={_FILE: self.manifest.to_json()},
             )
         except Exception as error:
             raise CaptureError(

@@ -315,8 +315,10 @@ class _Namer:
         output = self._gm.graph.output_node()
         own: Any = output.args[0]
         output.args = ((*own[:num_own], *self._nodes),)
-        return tuple(layouts), tuple(map(_info, self._nodes)), list(
-            map(_output_spec, self._nodes)
+        return (
+            tuple(layouts),
+            tuple(map(_info, self._nodes)),
+            list(map(_output_spec, self._nodes)),
         )
 
     def _slot(self, slot: Slot, base: str) -> SlotLayout:
