@@ -73,7 +73,7 @@ def _tap_tensor(mark: fx.Node, seen: Any, key: TapKey) -> None:
         options["device"] = leaf.device
     if options and _converts(example, leaf):
         value = _call(graph, mark, value, "to", options, lambda t: t.to(**options))
-    elif not _is_copy(source, leaf):
+    elif TAP in source.meta or not _is_copy(source, leaf):
         value = _call(graph, mark, value, "clone", {}, lambda t: t.clone())
     value.meta[TAP] = key
 
