@@ -1,8 +1,8 @@
 """Exported programs that return records: made here, saved, loaded and packaged.
 
 Terms
-    captured program: an ``ExportedProgram`` with taps as named outputs, and the manifest
-        that says what they mean.
+    captured program: an ``ExportedProgram`` with taps as named outputs, and the
+        manifest that says what they mean.
     package: the same, compiled ahead of time by AOTInductor into one file.
 
 Invariants
@@ -25,9 +25,9 @@ import fxcapture
 from fxcapture import _compat, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.frontends import export as frontend
-from fxcapture.frontends.dynamo import fused_attention, reducers_of
+from fxcapture.frontends.dynamo import fused_attention
 from fxcapture.manifest import Manifest
-from fxcapture.plan import match, resolve
+from fxcapture.plan import match, reducers_of, resolve
 from fxcapture.records import Captured, Records
 from fxcapture.sites import SiteTable
 from fxcapture.spec import CaptureSpec
@@ -52,7 +52,8 @@ def export(
 
     Example::
 
-        program = export(model, (ids,), spec={"hidden": Tap("layers.*", select=[0, -2])})
+        spec = {"hidden": Tap("layers.*", select=[0, -2])}
+        program = export(model, (ids,), spec=spec)
         output, records = program(ids)
         program.save("model.pt2")
 
@@ -75,7 +76,7 @@ def export(
     if not isinstance(model, nn.Module):
         raise SpecTypeError(
             f"model is of type {type(model).__name__}",
-            why="sites are calls of submodules, so the model has to be a torch.nn.Module",
+            why="sites are calls of submodules, so the model must be a torch.nn.Module",
             remedy="for a graph that exists already use fxcapture.instrument",
         )
     if not isinstance(spec, CaptureSpec):

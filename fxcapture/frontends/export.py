@@ -11,8 +11,8 @@ Invariants
     and are gone after it, also if it failed.
     The program that comes in is not changed.
     The names of added outputs are ``{record}_{position}``, followed by the element's
-    name where a position holds several tensors.  They are node names too, since ONNX and
-    other consumers call outputs by these.
+    name where a position is a container.  They are node names too, since ONNX and other
+    consumers call outputs by these.
 """
 
 from __future__ import annotations
