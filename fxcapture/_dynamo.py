@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 __all__ = [
     "allow_collection_in_checkpoints",
+    "begin_tracing",
     "constant",
     "no_tracing",
     "outside_dynamo",
+    "untraced",
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -65,17 +69,45 @@ def allow_collection_in_checkpoints() -> Callable[[], None]:
     return finalizer
 
 
+_untraced: list[Callable[..., Any]] = []
+_disabled: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def untraced(function: F) -> F:
+    """Keep Dynamo from compiling the frame of ``function`` by itself.
+
+    What it calls may be compiled, and it may be traced as a part of its caller.  Takes
+    effect with the first trace, so that nothing is imported before.
+    """
+    # Dynamo goes by the code object; a mark on the function object itself would keep it
+    # from being traced as a part of its caller too.
+    _untraced.append(
+        types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            closure=function.__closure__,
+        )
+    )
+    return function
+
+
+def begin_tracing() -> None:
+    """Make ``untraced`` take effect; called while a trace runs."""
+    while _untraced:
+        torch.compiler.disable(_untraced.pop(), recursive=False)
+
+
 def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function`` so that Dynamo does not compile it.
+    """Call ``function``, and let Dynamo compile nothing of it.
 
     After a graph break Dynamo compiles whatever Python runs next, also the preparation
-    of a capture, which is of no use and of some cost.
+    of a capture, which is of no use, of some cost, and guarded on values that change.
     """
-    if "torch._dynamo" not in sys.modules:
+    if get_eval_frame_callback() is None:
         return function(*args)
-    if function not in _outside:
-        _outside[function] = torch.compiler.disable(function)
-    return _outside[function](*args)
+    if function not in _disabled:
+        _disabled[function] = torch.compiler.disable(function)
+    return _disabled[function](*args)
 
 
-_outside: dict[Callable[..., Any], Callable[..., Any]] = {}
+untraced(outside_dynamo)

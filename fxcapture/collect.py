@@ -31,10 +31,12 @@ from fxcapture.errors import ElementError
 __all__ = [
     "Collector",
     "Store",
+    "begin",
+    "count",
     "enter_traced",
+    "finish",
     "leave_traced",
-    "observe",
-    "observe_hooked",
+    "refinish",
     "trace_plan",
 ]
 
@@ -158,46 +160,55 @@ class Collector:
         self.listening = True
 
 
-def observe(
+def begin(
     collector: Collector,
     tasks: Sequence[tuple[str, int, bool]],
     first: str,
-    original: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call ``original`` and record of its result; traced by Dynamo."""
-    start = None
+    """Before the call: a copy of its first argument, if that is wanted.
+
+    Copied now, since the module may write to its input before it returns.
+    """
     for record, _, initial in tasks:
         if initial:
             store = collector.stores[record]
             if not store.entries and store.wants_next():
-                # Copied now: the module may write to its input before it returns.
-                start = by_value(_first_argument(first, args, kwargs))
-    value = original(*args, **kwargs)
+                return by_value(_first_argument(first, args, kwargs))
+    return None
+
+
+def finish(
+    collector: Collector,
+    tasks: Sequence[tuple[str, int, bool]],
+    start: Any,
+    value: Any,
+) -> None:
+    """Behind the call: record of what it returned."""
     for record, index, initial in tasks:
         store = collector.stores[record]
         if initial and not store.entries:
             store.put(True, start)
         store.add(_element(record, index, value))
-    return value
 
 
-def observe_hooked(
+def count(collector: Collector, tasks: Sequence[tuple[str, int, bool]]) -> list[int]:
+    """How many entries each record has."""
+    return [len(collector.stores[record].entries) for record, _, _ in tasks]
+
+
+def refinish(
     collector: Collector,
     tasks: Sequence[tuple[str, int, bool]],
-    original: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    """Call a module's ``_call_impl`` and record what its forward hooks returned."""
-    before = [len(collector.stores[record].entries) for record, _, _ in tasks]
-    value = original(*args, **kwargs)
-    for (record, index, _), count in zip(tasks, before, strict=True):
+    before: list[int],
+    value: Any,
+) -> None:
+    """Behind the forward hooks: what the caller gets replaces what was recorded."""
+    for (record, index, _), entries in zip(tasks, before, strict=True):
         store = collector.stores[record]
-        if len(store.entries) > count:
+        if len(store.entries) > entries:
             store.replace_last(_element(record, index, value))
-    return value
 
 
 def _first_argument(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -304,7 +315,10 @@ def _recording(
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if collector.listening:
-            return observe(collector, tasks, first, original, args, kwargs)
+            start = begin(collector, tasks, first, args, kwargs)
+            value = original(*args, **kwargs)
+            finish(collector, tasks, start, value)
+            return value
         return original(*args, **kwargs)
 
     return forward
@@ -317,7 +331,10 @@ def _rerecording(
 ) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if collector.listening:
-            return observe_hooked(collector, tasks, original, args, kwargs)
+            before = count(collector, tasks)
+            value = original(*args, **kwargs)
+            refinish(collector, tasks, before, value)
+            return value
         return original(*args, **kwargs)
 
     return call

@@ -10,17 +10,18 @@ Invariants
     When no decorated call runs, no dispatcher stands on any module.  How many runs need
     one is counted under a lock; the last one takes it off.
     A model that is also traced is never captured eagerly while a thread traces it, and
-    there the dispatchers stand where Dynamo's guards do not look, so that neither
-    disturbs compiled code that another thread runs.
+    there hooks that last for the call take the overrides' place: Dynamo's guards do not
+    look at them, so that compiled code which another thread runs stays valid.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -28,11 +29,11 @@ import torch
 from torch import nn
 
 from fxcapture import _compat
-from fxcapture._dynamo import constant, no_tracing
-from fxcapture.collect import Collector, observe, observe_hooked
+from fxcapture._dynamo import constant, no_tracing, outside_dynamo, untraced
+from fxcapture.collect import Collector, begin, count, finish, refinish
 from fxcapture.declare import Found, Task
 
-__all__ = ["collecting", "is_collecting", "make_way_for_tracing", "silence"]
+__all__ = ["collect_from", "is_collecting", "make_way_for_tracing", "silence"]
 
 _Place = tuple[int, str]
 #: How long a trace waits for eager captures of the same model that are under way.
@@ -61,6 +62,10 @@ class _Duty:
         self.instead = instead
 
 
+#: The key of a place where real hooks stand in for an override.
+_HOOKS = "hooks"
+
+
 @final
 class _Installed:
     """A dispatcher that stands on a module, and how many runs need it."""
@@ -69,15 +74,25 @@ class _Installed:
         self.module = module
         self.key = key
         self.runs = 0
+        self.handles: list[Any] = []
+        if key == _HOOKS:
+            before, after = _hooks((id(module), key))
+            self.handles = [
+                module.register_forward_pre_hook(before, with_kwargs=True),
+                module.register_forward_hook(after),
+            ]
+            return
         self.present = key in module.__dict__
         self.previous = module.__dict__.get(key)
-        self.dispatcher = _dispatcher(module, key, getattr(module, key))
+        self.dispatcher = _dispatcher((id(module), key), getattr(module, key))
         module.__dict__[key] = self.dispatcher
 
     def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
         # Whoever replaced the dispatcher during the run keeps what was put there; it
-        # wraps a dispatcher that finds no collector from now on.
-        if self.module.__dict__.get(self.key) is not self.dispatcher:
+        # wraps a dispatcher that finds no session from now on.
+        if self.handles or self.module.__dict__.get(self.key) is not self.dispatcher:
             return
         if self.present:
             self.module.__dict__[self.key] = self.previous
@@ -92,8 +107,9 @@ class _Session:
     Args:
         collector: Receives the values.
         found: The modules to record of.
-        quiet: Stay out of sight of Dynamo's guards.  They look at ``forward`` and not
-            at ``_call_impl``; the price is that ``child.forward(...)`` is not seen.
+        quiet: Stay out of sight of Dynamo's guards.  They look at the instance
+            dictionary, and by default not at hooks; the price is that
+            ``child.forward(...)`` is not seen.
     """
 
     def __init__(
@@ -102,6 +118,8 @@ class _Session:
         self.collector = collector
         self.duties: dict[_Place, _Duty] = {}
         self.modules: dict[_Place, nn.Module] = {}
+        # Copied first arguments of the calls under way, innermost last.
+        self.starts: list[Any] = []
         for target in found:
             if target.compiled and target.owner is not None:
                 continue  # inside a compiled sub-model that captures for itself
@@ -131,19 +149,21 @@ def is_collecting() -> bool:
     return _active.get() is not None
 
 
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """A decorated call that wants nothing, inside one that collects."""
-    token = _active.set(None)
-    try:
-        yield
-    finally:
-        _active.reset(token)
+def silence() -> Callable[[], None]:
+    """Enter a decorated call that wants nothing, inside one that collects.
+
+    Returns:
+        A function that leaves it again.
+    """
+    return functools.partial(_active.reset, _active.set(None))
 
 
-@contextlib.contextmanager
-def collecting(collector: Collector, found: Sequence[Found]) -> Iterator[None]:
-    """Hand what ``found`` return in this thread to ``collector``."""
+def collect_from(collector: Collector, found: Sequence[Found]) -> Callable[[], None]:
+    """Hand what ``found`` return in this thread to ``collector`` from now on.
+
+    Returns:
+        A function that ends it.
+    """
     with contextlib.ExitStack() as stack:
         quiet = _is_traced(found)
         if quiet:
@@ -156,7 +176,7 @@ def collecting(collector: Collector, found: Sequence[Found]) -> Iterator[None]:
             session = _Session(collector, found, quiet=True)
         stack.callback(_remove, session)
         stack.callback(_active.reset, _active.set(session))
-        yield
+        return stack.pop_all().close
 
 
 def make_way_for_tracing(model: nn.Module) -> None:
@@ -207,11 +227,7 @@ def _thread_collects() -> bool:
     return is_collecting()
 
 
-def _dispatcher(
-    module: nn.Module, key: str, original: Callable[..., Any]
-) -> Callable[..., Any]:
-    place = (id(module), key)
-
+def _dispatcher(place: _Place, original: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(*args: Any, **kwargs: Any) -> Any:
         # A thread that traces and does not collect may meet this one's dispatcher.
         if torch.compiler.is_dynamo_compiling() and not _thread_collects():
@@ -223,12 +239,38 @@ def _dispatcher(
         function = duty.instead or original
         if not duty.tasks:
             return function(*args, **kwargs)
-        collector = session.collector
-        if key == "_call_impl" and (id(module), "forward") in session.duties:
-            return observe_hooked(collector, duty.tasks, function, args, kwargs)
-        return observe(collector, duty.tasks, duty.first, function, args, kwargs)
+        collector, tasks = session.collector, duty.tasks
+        if place[1] == "_call_impl":
+            before = count(collector, tasks)
+            value = function(*args, **kwargs)
+            outside_dynamo(refinish, collector, tasks, before, value)
+        else:
+            start = outside_dynamo(begin, collector, tasks, duty.first, args, kwargs)
+            value = function(*args, **kwargs)
+            outside_dynamo(finish, collector, tasks, start, value)
+        return value
 
     return dispatch
+
+
+# All dispatchers share one code object, which is what Dynamo goes by.
+untraced(_dispatcher((0, ""), print))
+
+
+def _hooks(place: _Place) -> tuple[Callable[..., None], Callable[..., None]]:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        session = _active.get()
+        if session is not None and (duty := session.duties.get(place)) is not None:
+            session.starts.append(
+                begin(session.collector, duty.tasks, duty.first, args, kwargs)
+            )
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        session = _active.get()
+        if session is not None and (duty := session.duties.get(place)) is not None:
+            finish(session.collector, duty.tasks, session.starts.pop(), output)
+
+    return before, after
 
 
 def _uncompiled(block: nn.Module) -> tuple[str, Callable[..., Any]]:
@@ -245,7 +287,7 @@ def _keys(target: Found, quiet: bool) -> tuple[str, ...]:
     if "_orig_mod" in seat._modules:
         return ("forward",)
     if quiet:
-        return ("_call_impl",)
+        return (_HOOKS,)
     if _compat.has_forward_hooks(seat):
         return ("forward", "_call_impl")
     return ("forward",)

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from fxcapture import collect, dispatch, patching
-from fxcapture._dynamo import outside_dynamo
+from fxcapture._dynamo import outside_dynamo, untraced
 from fxcapture.collect import Collector, Store
 from fxcapture.declare import CAPTURES, OutputRecorder, declaration
 from fxcapture.declared_spec import declared_spec
@@ -203,6 +203,7 @@ def _requested(
 # ------------------------------------------------------------------- one call
 
 
+@untraced
 def _call_eager(
     function: Callable[..., Any],
     model: nn.Module,
@@ -210,22 +211,35 @@ def _call_eager(
     kwargs: dict[str, Any],
     wanted: dict[str, Request],
 ) -> tuple[Any, dict[str, list[Any]]]:
+    collector = None
     outer = _inside.set(True)
     try:
         if wanted:
-            found, stores = outside_dynamo(bind, model, wanted)
-            collector = _collector(stores)
-            with dispatch.collecting(collector, found):
-                outputs = function(model, *args, **kwargs)
-            return outputs, _settle(model, collector)
-        if dispatch.is_collecting():
-            with dispatch.silence():
-                return function(model, *args, **kwargs), {}
-        return function(model, *args, **kwargs), {}
+            collector, leave = outside_dynamo(_begin_collecting, model, wanted)
+        elif dispatch.is_collecting():
+            leave = dispatch.silence()
+        else:
+            return function(model, *args, **kwargs), {}
+        try:
+            outputs = function(model, *args, **kwargs)
+        finally:
+            outside_dynamo(leave)
     finally:
         _inside.reset(outer)
+    if collector is None:
+        return outputs, {}
+    return outputs, outside_dynamo(_settle, model, collector)
 
 
+def _begin_collecting(
+    model: nn.Module, wanted: dict[str, Request]
+) -> tuple[Collector, Callable[[], None]]:
+    found, stores = bind(model, wanted)
+    collector = _collector(stores)
+    return collector, dispatch.collect_from(collector, found)
+
+
+@untraced
 def _call_traced(
     function: Callable[..., Any],
     model: nn.Module,
@@ -234,6 +248,9 @@ def _call_traced(
     wanted: dict[str, Request],
 ) -> tuple[Any, dict[str, list[Any]]]:
     """The same under Dynamo, in its plainest Python."""
+    if not torch.compiler.is_dynamo_compiling():
+        # Dynamo met a graph break in here, gave up on this call, and runs it as it is.
+        return _call_eager(function, model, args, kwargs, wanted)
     names = tuple(wanted)
     asked = tuple([wanted[n] for n in names])
     stores, seats = trace_constants(model, names, asked, patching.generation)

@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxcapture._dynamo import allow_collection_in_checkpoints, constant
+from fxcapture._dynamo import (
+    allow_collection_in_checkpoints,
+    begin_tracing,
+    constant,
+)
 from fxcapture.collect import trace_plan
 from fxcapture.declare import Found, declaration, find, recorders
 from fxcapture.dispatch import make_way_for_tracing
@@ -38,6 +42,7 @@ StorePlan = tuple[str, "tuple[int, ...] | None", tuple[int, ...], int]
 
 @constant
 def declared_names(model: nn.Module, generation: str) -> tuple[str, ...]:
+    begin_tracing()
     make_way_for_tracing(model)
     return tuple(declaration(model))
 
