@@ -14,6 +14,7 @@ from torch import fx, nn
 
 __all__ = [
     "BackendCompilerFailed",
+    "DataDependentError",
     "DynamoError",
     "copy_node_source",
     "RecompileLimitHit",
@@ -117,6 +118,10 @@ def __getattr__(name: str) -> Any:
         from torch._dynamo import exc
 
         return getattr(exc, names[name])
+    if name == "DataDependentError":
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        return GuardOnDataDependentSymNode
     raise AttributeError(name)
 
 

@@ -126,11 +126,13 @@ class Frame:
     Attributes:
         events: What the call produced so far, in call order, if it is not whole.
         delivered: The finished records, if it is.
+        started: A graph of the call has begun to run, so that it cannot start over.
         error: An error of ours that has to pass through Dynamo unharmed.
     """
 
     __slots__ = (
-        "_windows", "delivered", "error", "events", "owner", "selection", "whole"
+        "_windows", "delivered", "error", "events", "owner", "selection",
+        "started", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -146,6 +148,7 @@ class Frame:
         self.whole = whole
         self.events: list[Event] = []
         self.delivered: Records | None = None
+        self.started = False
         self.error: Exception | None = None
         self._windows: dict[str, _Window] = {}
         if not whole:

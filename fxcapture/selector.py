@@ -208,7 +208,7 @@ class Selector:
             )
         elif text in table.aliases:
             yield table.aliases[text]
-        elif stripped := _strip_wrappers(text, table):
+        elif (stripped := _strip_wrappers(text, table)) is not None:
             yield stripped
         elif _GLOB.search(text):
             matcher = _glob(text)
@@ -352,7 +352,9 @@ def _strip_wrappers(text: str, table: ModuleTable) -> str | None:
     for entry in table.inner:
         if text == entry.real_path:
             return entry.path
-    return None
+    # A wrapper around the model itself is gone by now; its name may still be spelt out.
+    bare = ".".join(s for s in text.split(".") if s not in _WRAPPER_NAMES)
+    return table.aliases.get(bare) if bare != text else None
 
 
 @functools.lru_cache(maxsize=256)

@@ -160,7 +160,9 @@ class DynamoProgram:
         token = active_frame.set(frame)
         try:
             output = self._run_whole(*args, **kwargs)
-        except _compat.DynamoError as error:
+        except Exception as error:
+            if frame.started:
+                raise  # the model's own error, from the running graph
             self._cannot_run_whole(error, frame)
             return None
         finally:
@@ -174,13 +176,16 @@ class DynamoProgram:
             raise frame.error from None
         if isinstance(error, _compat.BackendCompilerFailed):
             raise error
-        breaks = isinstance(error, (_compat.Unsupported, _compat.UserError))
+        breaks = isinstance(
+            error, (_compat.Unsupported, _compat.UserError, _compat.DataDependentError)
+        )
         if self.fullgraph:
             if breaks:
                 raise _not_traceable(self.model, str(error)) from error
             raise error
         if breaks and not isinstance(error, _compat.RecompileLimitHit):
-            # Not tried again, since each try is a trace.
+            # Nothing of the model has run yet, so it can start over; and it is not tried
+            # as one graph again, since each try is a trace.
             self.break_reason = str(error)
         _log.info("running in pieces: %s", error)
 

@@ -195,6 +195,7 @@ class WholeGraph:
             variant = next(iter(self._variants.values()))
             return variant.call(*args)[: variant.num_own]
         variant = self._variant(frame.selection)
+        frame.started = True
         out = variant.call(*args)
         frame.delivered = variant.records(out[variant.num_own :])
         self._program.last_sites = self._marked.sites
