@@ -161,6 +161,22 @@ def output_spec_with(own: Any, names: Sequence[str]) -> Any:
     return extra if own is None else _pytree.treespec_tuple((own, extra))
 
 
+def output_paths(spec: Any) -> list[str]:
+    """Where each leaf of a program's output stands, such as ``"logits"`` or ``"1_0"``.
+
+    ``spec`` describes ``(own, added)``; the paths of ``own`` leave the first step out.
+    """
+    from torch.utils import _pytree
+
+    filled = _pytree.tree_unflatten([0] * spec.num_leaves, spec)
+    found = _pytree.tree_flatten_with_path(filled)[0]
+    return ["_".join(map(_key_text, path[1:])) for path, _ in found]
+
+
+def _key_text(key: Any) -> str:
+    return str(next(getattr(key, a) for a in ("key", "name", "idx") if hasattr(key, a)))
+
+
 def plain_spec(spec: Any) -> Any:
     """A pytree spec without classes that only the model's code registers.
 

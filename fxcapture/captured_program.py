@@ -189,11 +189,49 @@ class CapturedProgram:
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> CapturedProgram:
         """The same program after ``ExportedProgram.run_decompositions``."""
-        return CapturedProgram(
-            self.program.run_decompositions(*args, **kwargs),
-            self.manifest,
-            sites=self.sites,
+        made = self.program.run_decompositions(*args, **kwargs)
+        frontend.restore_names(made, [o.name for o in self.manifest.outputs])
+        return CapturedProgram(made, self.manifest, sites=self.sites)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """A name for each output tensor, the model's own first.
+
+        The model's are called after their place (``last_hidden_state``, ``0_1``, or
+        ``output`` if there is one only); the added ones as in ``manifest.outputs``.
+        """
+        added = [o.name for o in self.manifest.outputs]
+        if not self.manifest.keep_output:
+            return tuple(added)
+        own = frontend.own_output_names(self.portable(), len(added))
+        taken = set(added)
+        return (*(f"output_{n}" if n in taken else n for n in own), *added)
+
+    def onnx(self, path: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
+        """Convert to ONNX; the outputs are called ``output_names``.
+
+        Needs the ``onnx`` extra.  ``read`` makes records of what ONNX Runtime returns.
+
+        Args:
+            path: Where to write the model; ``None`` to only return it.
+            **kwargs: Further keywords of ``torch.onnx.export``.
+
+        Returns:
+            The ``torch.onnx.ONNXProgram``.
+        """
+        program = self.portable()
+        args, example_kwargs = program.example_inputs or ((), {})
+        made = torch.onnx.export(
+            program,
+            tuple(args),
+            kwargs=dict(example_kwargs),
+            dynamo=True,
+            output_names=list(self.output_names),
+            **kwargs,
         )
+        if path is not None:
+            made.save(Path(path))  # type: ignore[union-attr]
+        return made
 
     def portable(self) -> ExportedProgram:
         """The program without classes of the model's in its output.

@@ -218,6 +218,26 @@ def with_plain_output(program: ExportedProgram) -> ExportedProgram:
     )
 
 
+def restore_names(program: ExportedProgram, names: Sequence[str]) -> None:
+    """Call the last outputs of a program by these names, in place.
+
+    A transformation makes new nodes with names of its own.
+    """
+    specs = program.graph_signature.output_specs
+    outputs: Any = program.graph.output_node().args[0]
+    for node, name in zip(outputs[len(outputs) - len(names) :], names, strict=True):
+        _compat.rename_node(node, name)
+    _refresh_names(program.graph_module, specs)
+    program.graph_module.recompile()
+
+
+def own_output_names(program: ExportedProgram, num_added: int) -> list[str]:
+    """A name for each output in front of the taps, from its place in the output."""
+    own = _compat.output_paths(program.module_call_graph[0].signature.out_spec)  # type: ignore[union-attr]
+    own = own[: len(own) - num_added]
+    return [re.sub(r"\W+", "_", path).strip("_") or "output" for path in own]
+
+
 def _drop_user_outputs(
     gm: fx.GraphModule, specs: Sequence[OutputSpec]
 ) -> list[OutputSpec]:
