@@ -38,6 +38,7 @@ from fxcapture.structure import encode, parse
 
 __all__ = [
     "MARK",
+    "NoArgument",
     "Observation",
     "Request",
     "Target",
@@ -103,10 +104,10 @@ class Target(NamedTuple):
         path: The path the user sees; it names the site.
         real_path: Names to follow from the root to the module.
         key: What the scope overrides: ``"forward"``; ``"_call_impl"`` to see what the
-            module's forward hooks return; ``"_compiled_call_impl"`` for a module that
-            was compiled by itself and is called from outside a graph.
+            module's forward hooks return.
         entries: Parameters of ``forward`` to copy on entry, by position or name.
         names: Parameter names of ``forward``, in order.
+        defaults: Their default values, where they are plain constants.
         requests: The reductions to compute.
     """
 
@@ -115,6 +116,7 @@ class Target(NamedTuple):
     key: str
     entries: tuple[int | str, ...]
     names: tuple[str, ...]
+    defaults: tuple[Any, ...]
     requests: tuple[Request, ...]
 
 
@@ -188,6 +190,10 @@ def find(model: nn.Module, target: Target) -> nn.Module:
     """The module a target means."""
     module = model
     for name in target.real_path:
+        # Dynamo sees through torch.compile's wrapper: to it, wrapper and wrapped module
+        # are one object.
+        if name == "_orig_mod" and torch.compiler.is_dynamo_compiling():
+            continue
         module = module._modules[name]  # type: ignore[assignment]
     return module
 
@@ -290,23 +296,31 @@ def _observed(
     return value
 
 
+class NoArgument:
+    """Stands for an argument of a call that cannot be told, or does not exist."""
+
+
+_NO_ARGUMENT = NoArgument()
+
+
 def _argument(
     target: Target, which: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """One argument of a call, however it was passed; ``None`` if it was not."""
+    """One argument of a call, however it was passed, or its default."""
     if isinstance(which, int):
         if which < len(args):
             return args[which]
-        if which < len(target.names):
-            return kwargs.get(target.names[which])
-        return None
-    if which in kwargs:
-        return kwargs[which]
-    if which in target.names:
-        position = target.names.index(which)
-        if position < len(args):
-            return args[position]
-    return None
+        if which >= len(target.names):
+            return _NO_ARGUMENT
+        name = target.names[which]
+    else:
+        name = which
+    if name in kwargs:
+        return kwargs[name]
+    if name not in target.names:
+        return _NO_ARGUMENT
+    position = target.names.index(name)
+    return args[position] if position < len(args) else target.defaults[position]
 
 
 @torch.compiler.assume_constant_result
@@ -327,17 +341,45 @@ def entry_leaves(text: str, entry: int) -> tuple[int, ...]:
     return tuple(parse(text).children[entry].leaves("tensor"))
 
 
-def describe_forward(module: nn.Module) -> tuple[tuple[str, ...], bool, bool]:
-    """Parameter names of ``forward``, and whether it takes ``*args`` and ``**kwargs``."""
+class Parameters(NamedTuple):
+    """What a ``forward`` takes.
+
+    Attributes:
+        names: Its named parameters, in order.
+        defaults: Their default values; ``None`` for one that is no plain constant.
+        takes_more: It has ``*args``.
+        takes_named: It has ``**kwargs``.
+    """
+
+    names: tuple[str, ...]
+    defaults: tuple[Any, ...]
+    takes_more: bool
+    takes_named: bool
+
+
+def describe_forward(module: nn.Module) -> Parameters:
+    """The parameters of a module's ``forward``.
+
+    A library that puts a ``forward(*args, **kwargs)`` of its own into the instance
+    hides them; then those of the class's ``forward`` are meant.
+    """
+    found = _parameters_of(module.forward)
+    if not found.names and found.takes_more and "forward" in module.__dict__:
+        behind = _parameters_of(getattr(type(module), "forward", None), skip=1)
+        found = behind if behind.names else found
+    return found
+
+
+def _parameters_of(function: Any, skip: int = 0) -> Parameters:
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = list(inspect.signature(function).parameters.values())[skip:]
     except (TypeError, ValueError):  # builtin or scripted: no signature to read
-        return (), True, True
-    names = tuple(
-        p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    )
-    return (
-        names,
+        return Parameters((), (), True, True)
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    plain = (bool, int, float, str)
+    return Parameters(
+        tuple(p.name for p in named),
+        tuple(p.default if isinstance(p.default, plain) else None for p in named),
         any(p.kind is p.VAR_POSITIONAL for p in parameters),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
     )
@@ -353,16 +395,8 @@ def has_forward(module: nn.Module) -> bool:
     return owner is not nn.Module
 
 
-def override_keys(module: nn.Module, *, eager_caller: bool = False) -> tuple[str, ...]:
-    """Which attributes a scope overrides to see what the module's caller receives.
-
-    Args:
-        module: The target.
-        eager_caller: The caller runs outside a graph, where a module that was compiled
-            by itself is entered through ``_compiled_call_impl``.
-    """
-    if eager_caller and _compat.is_compiled_in_place(module):
-        return ("_compiled_call_impl",)
+def override_keys(module: nn.Module) -> tuple[str, ...]:
+    """Which attributes a scope overrides to see what the module's caller receives."""
     if _compat.has_forward_hooks(module):
         return ("forward", "_call_impl")
     return ("forward",)

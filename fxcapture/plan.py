@@ -31,6 +31,7 @@ from fxcapture.errors import (
     nearest,
 )
 from fxcapture.mark import (
+    NoArgument,
     Request,
     Target,
     describe_forward,
@@ -230,7 +231,7 @@ def entry_name(tap: Tap) -> int | str | None:
     return 0 if tap.initial else None
 
 
-def match(spec: CaptureSpec, model: nn.Module, *, eager_caller: bool = False) -> Match:
+def match(spec: CaptureSpec, model: nn.Module) -> Match:
     """Find the modules that a spec means.
 
     Raises:
@@ -269,8 +270,8 @@ def match(spec: CaptureSpec, model: nn.Module, *, eager_caller: bool = False) ->
             for name, found in paths.items()
             if path in found and spec[name].reduce is not None
         )
-        keys = override_keys(module, eager_caller=eager_caller)
-        names = describe_forward(module)[0]
+        keys = override_keys(module)
+        parameters = describe_forward(module)
         for key in keys:
             # Of a pair, the inner override sees what forward received, the outer what
             # the caller gets.
@@ -281,7 +282,8 @@ def match(spec: CaptureSpec, model: nn.Module, *, eager_caller: bool = False) ->
                     real_path=tuple(real_path.split(".")) if real_path else (),
                     key=key,
                     entries=() if outer else order,
-                    names=names,
+                    names=parameters.names,
+                    defaults=parameters.defaults,
                     requests=tuple(r._replace(entry=-1) for r in requests[path])
                     if outer
                     else requests[path],
@@ -323,7 +325,7 @@ def _callable_or_named(path: str, table: ModuleTable, tap: Tap, name: str) -> bo
 def _check_parameter(
     module: nn.Module, entry: int | str, path: str, tap: Tap, name: str
 ) -> None:
-    names, takes_more, takes_named = describe_forward(module)
+    names, _, takes_more, takes_named = describe_forward(module)
     if isinstance(entry, int):
         known = takes_more or takes_named or 0 <= entry < len(names)
     else:
@@ -382,6 +384,13 @@ def _slot(
     found = structure.opaque()
     if found is not None:
         where, cls = found
+        if cls is NoArgument:
+            raise ElementError(
+                f"record {name!r}: {site.describe()} was called without the argument "
+                f"{entry_name(tap)!r}, as far as can be told",
+                why="its forward names no parameters, or has none at this position",
+                remedy="name the parameter by the keyword that the caller uses",
+            )
         raise UnsupportedOutputError(
             f"record {name!r}: {what} holds a {cls.__name__}"
             + (f" at {where}" if where else ""),
@@ -421,15 +430,18 @@ def _slot(
 
 
 def leaves_of(spec: CaptureSpec, bound: Match, site: Site) -> tuple[Leaf, ...]:
-    """Every leaf that any record may want of a site, selection left aside.
+    """Every leaf that any record may want of one mark's site, selection left aside.
 
     Needed where one graph is not the whole run, so that positions are not known yet.
+    The two marks of a hooked call are two sites here.
     """
     wanted: dict[Leaf, None] = {}
     for name in bound.records_of(site.path):
         tap = spec[name]
         for entry in (False, True):
-            if entry and entry_name(tap) is None or not entry and tap.point == "input":
+            if entry and (entry_name(tap) is None or site.hooked):
+                continue  # behind hooks stands the result alone
+            if not entry and tap.point == "input":
                 continue
             try:
                 slot = _slot(0, site, name, tap, bound, entry=entry)

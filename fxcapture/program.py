@@ -5,6 +5,7 @@ The one module that knows every stage.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
@@ -15,26 +16,18 @@ from fxcapture.errors import EagerSiteError, SpecTypeError
 from fxcapture.frontends.dynamo import DynamoProgram
 from fxcapture.plan import canonical_selection
 from fxcapture.records import Captured
+from fxcapture.selector import Selector
 from fxcapture.sites import SiteTable, format_table
 from fxcapture.spec import CaptureSpec
 
 __all__ = ["CapturedModule", "compile"]
-
-# Methods of a module that return the module itself; a captured module returns itself.
-_FLUENT = frozenset(
-    {
-        "apply", "bfloat16", "cpu", "cuda", "double", "eval", "float", "half", "ipu",
-        "mtia", "requires_grad_", "share_memory", "to", "to_empty", "train", "type",
-        "xpu",
-    }
-)  # fmt: skip
-
 
 def compile(  # noqa: A001 - the name torch users look for
     model: nn.Module,
     spec: CaptureSpec | Mapping[str, Any] | None = None,
     *,
     keep_output: bool = True,
+    regions: Any = None,
     on_eager: Literal["allow", "error"] = "allow",
     fullgraph: bool = False,
     dynamic: bool | None = None,
@@ -57,6 +50,9 @@ def compile(  # noqa: A001 - the name torch users look for
         keep_output: With ``False`` the caller wants the records alone: the program ends
             at the last operation that a record needs, and ``output`` is ``None``.
             Buffers that later layers would have written are then not written.
+        regions: A target (glob, class, ...): each matched block is compiled on its own,
+            one compilation for all blocks of a kind, and the rest of the model runs
+            eagerly.  ``fullgraph`` then holds for each block.
         on_eager: What to do where a value comes from outside every graph: ``"allow"``
             records it all the same, ``"error"`` raises.
         fullgraph: Raise where the model cannot be traced as one graph.
@@ -91,6 +87,7 @@ def compile(  # noqa: A001 - the name torch users look for
         spec = CaptureSpec(spec)
     settings = {
         "keep_output": keep_output,
+        "regions": None if regions is None else Selector.of(regions),
         "on_eager": on_eager,
         "fullgraph": fullgraph,
         "dynamic": dynamic,
@@ -110,8 +107,12 @@ class CapturedModule(nn.Module):
     of a module reach the model; names have no prefix.
     """
 
-    # Nothing here is set through nn.Module.__setattr__, and nn.Module.__init__ is not
-    # run: parameters and submodules are the model's, found through __getattribute__.
+    _fxc_model: nn.Module
+    _fxc_spec: CaptureSpec
+    _fxc_settings: dict[str, Any]
+    _fxc_selection: tuple[tuple[str, Any], ...]
+    _fxc_program: DynamoProgram
+
     def __init__(
         self,
         model: nn.Module,
@@ -121,12 +122,14 @@ class CapturedModule(nn.Module):
         program: DynamoProgram | None = None,
         selection: tuple[tuple[str, Any], ...] = (),
     ) -> None:
-        own = object.__getattribute__(self, "__dict__")
-        own["_fxc_wrapped"] = model
-        own["_fxc_model"] = model = _compat.unwrap_optimized(model)
-        own["_fxc_spec"] = spec
-        own["_fxc_settings"] = dict(settings)
-        own["_fxc_selection"] = selection
+        super().__init__()
+        model = _compat.unwrap_optimized(model)
+        own = self.__dict__
+        # The very dictionaries of the model: names have no prefix, and who swaps a
+        # parameter here (torch.func.functional_call) swaps the model's.
+        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+            own[name] = model.__dict__[name]
+        del own["training"]  # found on the model, through __getattr__
         if program is None:
             kwargs = dict(settings)
             kwargs.pop("on_eager")
@@ -139,11 +142,16 @@ class CapturedModule(nn.Module):
                 options=kwargs.pop("options"),
                 dynamic=kwargs.pop("dynamic"),
                 fullgraph=kwargs.pop("fullgraph"),
+                regions=kwargs.pop("regions"),
                 compile_kwargs=kwargs,
             )
+        own["_fxc_model"] = model
+        own["_fxc_spec"] = spec
+        own["_fxc_settings"] = dict(settings)
+        own["_fxc_selection"] = selection
         own["_fxc_program"] = program
 
-    def __call__(
+    def forward(
         self, /, *args: Any, select: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> Captured:
         """Run the model.
@@ -160,20 +168,15 @@ class CapturedModule(nn.Module):
             TargetError: the spec does not fit what the run called.
             CaptureError: a value cannot be captured.
         """
-        own = object.__getattribute__(self, "__dict__")
-        selection = own["_fxc_selection"]
+        selection = self._fxc_selection
         if select:
             merged = dict(selection) | dict(select)
-            selection = canonical_selection(own["_fxc_spec"], merged)
-        program: DynamoProgram = own["_fxc_program"]
+            selection = canonical_selection(self._fxc_spec, merged)
+        program = self._fxc_program
         output, records = program(args, kwargs, selection)
-        if own["_fxc_settings"]["on_eager"] == "error":
+        if self._fxc_settings["on_eager"] == "error":
             _refuse_eager(program)
         return Captured(output, records)
-
-    def forward(self, /, *args: Any, **kwargs: Any) -> Captured:
-        """The same as a call."""
-        return self(*args, **kwargs)
 
     def select(self, **select: Any) -> CapturedModule:
         """A sibling with other positions, on the same trace.
@@ -184,111 +187,100 @@ class CapturedModule(nn.Module):
         Raises:
             TargetNotFoundError: a name is no record of the spec.
         """
-        own = object.__getattribute__(self, "__dict__")
-        merged = dict(own["_fxc_selection"]) | select
+        merged = dict(self._fxc_selection) | select
         return CapturedModule(
-            own["_fxc_wrapped"],
-            own["_fxc_spec"],
-            own["_fxc_settings"],
-            program=own["_fxc_program"],
-            selection=canonical_selection(own["_fxc_spec"], merged),
+            self._fxc_model,
+            self._fxc_spec,
+            self._fxc_settings,
+            program=self._fxc_program,
+            selection=canonical_selection(self._fxc_spec, merged),
         )
 
     @property
     def spec(self) -> CaptureSpec:
-        """The spec it was compiled with."""
-        spec: CaptureSpec = object.__getattribute__(self, "__dict__")["_fxc_spec"]
-        return spec
+        """The spec, with this sibling's selection."""
+        return self._fxc_parts()[1]
 
     @property
     def sites(self) -> SiteTable:
         """What the latest call found, in call order; empty before the first call."""
-        program: DynamoProgram = object.__getattribute__(self, "__dict__")["_fxc_program"]
-        return program.last_sites
+        return self._fxc_program.last_sites
 
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
         """The instrumented graphs compiled so far, in order; do not edit them."""
-        program: DynamoProgram = object.__getattribute__(self, "__dict__")["_fxc_program"]
-        return tuple(g for c in program.compiled for g in c.graphs())
+        return tuple(g for c in self._fxc_program.compiled for g in c.graphs())
 
     def explain(self) -> str:
         """Per record, which site fed which position in the latest call, and where."""
-        own = object.__getattribute__(self, "__dict__")
-        return explain(own["_fxc_program"], own["_fxc_selection"])
+        return explain(self._fxc_program, self._fxc_selection)
 
     def _fxc_parts(self) -> tuple[nn.Module, CaptureSpec, DynamoProgram]:
         """The model, the spec (with this sibling's selection) and the program."""
-        own = object.__getattribute__(self, "__dict__")
-        spec: CaptureSpec = own["_fxc_spec"]
-        selection = dict(own["_fxc_selection"])
+        spec = self._fxc_spec
+        selection = dict(self._fxc_selection)
         if selection:
             spec = CaptureSpec(
                 {n: t.with_select(selection.get(n, t.select)) for n, t in spec.items()}
             )
-        return own["_fxc_model"], spec, own["_fxc_program"]
+        return self._fxc_model, spec, self._fxc_program
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in _OWN:
-            return object.__getattribute__(self, name)
-        model = object.__getattribute__(self, "__dict__")["_fxc_model"]
-        value = getattr(model, name)
-        if name in _FLUENT and callable(value):
-
-            def fluent(*args: Any, **kwargs: Any) -> Any:
-                result = value(*args, **kwargs)
-                return self if result is model else result
-
-            return fluent
-        return value
+    def __getattr__(self, name: str) -> Any:
+        # Reached for what is neither here nor a parameter or submodule of the model.
+        model = self.__dict__.get("_fxc_model")
+        if model is None:
+            raise AttributeError(name)
+        return getattr(model, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(object.__getattribute__(self, "__dict__")["_fxc_model"], name, value)
+        setattr(self._fxc_model, name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(object.__getattribute__(self, "__dict__")["_fxc_model"], name)
+        delattr(self._fxc_model, name)
 
     def __dir__(self) -> list[str]:
-        own = object.__getattribute__(self, "__dict__")
-        return sorted({*dir(own["_fxc_model"]), *_PUBLIC})
+        return sorted({*super().__dir__(), *dir(self._fxc_model)})
 
     def __repr__(self) -> str:
-        own = object.__getattribute__(self, "__dict__")
-        return f"CapturedModule({own['_fxc_spec']!r})\n{own['_fxc_model']!r}"
+        return f"CapturedModule({self.spec!r})\n{self._fxc_model!r}"
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Compiled code cannot be copied or stored: a copy compiles again when called.
-        own = object.__getattribute__(self, "__dict__")
-        return CapturedModule._rebuild, (
-            own["_fxc_model"],
-            own["_fxc_spec"],
-            own["_fxc_settings"],
-            own["_fxc_selection"],
+        return _rebuild, (
+            self._fxc_model,
+            self._fxc_spec,
+            self._fxc_settings,
+            self._fxc_selection,
         )
 
-    @staticmethod
-    def _rebuild(
-        model: nn.Module,
-        spec: CaptureSpec,
-        settings: Mapping[str, Any],
-        selection: tuple[tuple[str, Any], ...],
-    ) -> CapturedModule:
-        return CapturedModule(model, spec, settings, selection=selection)
+
+def _rebuild(
+    model: nn.Module,
+    spec: CaptureSpec,
+    settings: Mapping[str, Any],
+    selection: tuple[tuple[str, Any], ...],
+) -> CapturedModule:
+    return CapturedModule(model, spec, settings, selection=selection)
 
 
-_PUBLIC = frozenset({"explain", "graphs", "select", "sites", "spec"})
-_OWN = _PUBLIC | {
-    "__call__",
-    "__class__",
-    "__dict__",
-    "__dir__",
-    "__reduce__",
-    "__reduce_ex__",
-    "__repr__",
-    "_fxc_parts",
-    "_rebuild",
-    "forward",
-}
+def _delegate(name: str) -> Callable[..., Any]:
+    """A method that is the model's own, which may have overridden nn.Module's."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: CapturedModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self._fxc_model, name)(*args, **kwargs)
+        return self if result is self._fxc_model else result
+
+    return method
+
+
+for _name in dir(nn.Module):
+    # The rest of the module interface.  What the call itself goes through stays: hooks
+    # of the model run when the model is called, not a second time around it.
+    if not _name.startswith("_") and _name not in CapturedModule.__dict__:
+        if callable(getattr(nn.Module, _name)):
+            setattr(CapturedModule, _name, _delegate(_name))
+CapturedModule._apply = _delegate("_apply")  # type: ignore[method-assign]
 
 
 def _refuse_eager(program: DynamoProgram) -> None:

@@ -86,7 +86,8 @@ class ModuleTable:
 
     Attributes:
         first: Path to (real path, module): each object once, under its first name; a
-            wrapper stands for what it wraps.
+            wrapper stands for what it wraps, except that of ``torch.compile``, which
+            Dynamo looks through itself.
         aliases: Every path, further names of a shared module included, to the path
             in ``first``.
         inner: (path, module) of modules that a wrapper hides: same path, other object.
@@ -103,6 +104,10 @@ class ModuleTable:
                 self.aliases.setdefault(entry.path, self._path_of[key])
             elif entry.path in self.first:
                 self._path_of[key] = entry.path
+                real, wrapper = self.first[entry.path]
+                if "_orig_mod" in wrapper._modules:
+                    self.first[entry.path] = (entry.real_path, entry.module)
+                    entry = _Entry(entry.path, real, wrapper)
                 self.inner.append(entry)
             else:
                 self._path_of[key] = entry.path

@@ -31,6 +31,7 @@ from fxcapture.frontends.overrides import Overrides
 from fxcapture.mark import Observation, emit_mark, enter, leave
 from fxcapture.plan import Match, Plan, Slot, leaves_of, match, reducers_of, resolve
 from fxcapture.records import Records
+from fxcapture.selector import Selector
 from fxcapture.sites import Site, SiteTable
 from fxcapture.spec import CaptureSpec
 
@@ -51,7 +52,8 @@ class DynamoProgram:
         mode: As in ``torch.compile``.
         options: As in ``torch.compile``.
         dynamic: As in ``torch.compile``.
-        fullgraph: Refuse to run as several graphs.
+        fullgraph: Refuse to run as several graphs; with regions, each as several.
+        regions: Modules to compile one by one; the rest of the model then runs eagerly.
         compile_kwargs: Further keywords of ``torch.compile``.
 
     Attributes:
@@ -72,6 +74,7 @@ class DynamoProgram:
         options: Mapping[str, Any] | None,
         dynamic: bool | None,
         fullgraph: bool,
+        regions: Selector | None,
         compile_kwargs: Mapping[str, Any],
     ) -> None:
         self.model = model
@@ -82,15 +85,20 @@ class DynamoProgram:
         self.inner = _compat.resolve_backend(backend, mode, options, dynamic)
         self.bound: Match = match(spec, model)
         self.last_sites = SiteTable()
-        self.break_reason: str | None = None
+        self.regional = regions is not None
+        self.break_reason: str | None = "regions= was given" if self.regional else None
         self.compiled: list[WholeGraph | Piece] = []
         self._numbers = itertools.count()
-        self._overrides = Overrides(model, spec, self._emit, self.reducers)
+        self._overrides = Overrides(
+            model, spec, self._emit, self.reducers, regions, self._run_region
+        )
+        self._region_functions: dict[type, Callable[..., Any]] = {}
         settings = {"dynamic": dynamic, **compile_kwargs}
         self._run_whole = torch.compile(
             self._whole_function(), backend=self._backend, fullgraph=True, **settings
         )
         settings["isolate_recompiles"] = True
+        self._settings = settings
         self._run_pieces = torch.compile(
             _own_code(_call_model), backend=self._backend, fullgraph=False, **settings
         )
@@ -197,11 +205,14 @@ class DynamoProgram:
         try:
             with self._overrides:
                 self.bound = self._overrides.bound
-                output = self._run_pieces(self.model, args, kwargs)
+                if self.regional:
+                    output = self.model(*args, **kwargs)
+                else:
+                    output = self._run_pieces(self.model, args, kwargs)
         except Exception as error:
             if frame.error is not None:
                 raise frame.error from None
-            if not isinstance(error, _compat.DynamoError):
+            if not isinstance(error, _compat.DynamoError) and not self.regional:
                 # The model raised; that may have been all that stopped the trace.
                 self.break_reason = None
             raise
@@ -218,6 +229,28 @@ class DynamoProgram:
     def path_of_token(self, token: torch.Tensor) -> str:
         """The path of the module that a token stands for."""
         return self._overrides.path_of_token(token)
+
+    def _run_region(
+        self,
+        module: nn.Module,
+        below: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run a module as a region: one compilation for all modules of its class."""
+        kind = type(module)
+        compiled = self._region_functions.get(kind)
+        if compiled is None:
+            # A code object for each class, so that a model of many kinds of blocks does
+            # not run into the recompile limit, which counts by code object.
+            compiled = torch.compile(
+                _own_code(_call_function),
+                backend=self._backend,
+                fullgraph=self.fullgraph and self.regional,
+                **self._settings,
+            )
+            self._region_functions[kind] = compiled
+        return compiled(below, args, kwargs)
 
     def take(self, frame: Frame, event: Event) -> None:
         """Hand an event to a frame."""
@@ -275,6 +308,12 @@ def _call_model(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return model(*args, **kwargs)
+
+
+def _call_function(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return function(*args, **kwargs)
 
 
 def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:

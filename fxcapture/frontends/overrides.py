@@ -5,6 +5,8 @@ Terms
         Dynamo compiles what calls them once.  Each module has a token, a tensor that an
         override reads from the instance and a graph has as an input: by it a run knows
         which module a mark stands for.
+    region: a module that is compiled on its own, because the user asks for it
+        (``regions=``) or because he had compiled it by itself and targets stand in it.
 
 Invariants
     Overrides are made once and kept, since Dynamo guards on them, and shared by the
@@ -19,19 +21,24 @@ from __future__ import annotations
 import itertools
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import torch
 from torch import nn
 
+from fxcapture import _compat
 from fxcapture.mark import Emit, Reducers, Target, find, observe_any, override_keys
 from fxcapture.plan import Match, match
+from fxcapture.selector import ModuleTable, Selector
 from fxcapture.spec import CaptureSpec
 
 __all__ = ["Overrides"]
 
 _numbers = itertools.count()
+
+#: Runs a region: (its module, what it stands for, args, kwargs).
+RunRegion = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 @final
@@ -43,20 +50,33 @@ class Overrides:
         spec: What is captured.
         emit: Receives the observations, in a trace and outside of one.
         reducers: Record name to its reduction.
+        regions: Modules to compile on their own, besides those that are already.
+        run_region: Runs one of them.
 
     Attributes:
         bound: The spec bound to the model's modules as they are now.
+
+    Raises:
+        TargetError: the spec, or ``regions``, does not fit the model.
     """
 
     _lock = threading.RLock()
 
     def __init__(
-        self, model: nn.Module, spec: CaptureSpec, emit: Emit, reducers: Reducers
+        self,
+        model: nn.Module,
+        spec: CaptureSpec,
+        emit: Emit,
+        reducers: Reducers,
+        regions: Selector | None,
+        run_region: RunRegion,
     ) -> None:
         self._model = model
         self._spec = spec
         self._emit = emit
         self._reducers = reducers
+        self._regions = regions
+        self._run_region = run_region
         self._name = f"_fxcapture_{next(_numbers)}"
         self._count = 0
         self._installed: list[_Override] = []
@@ -66,7 +86,9 @@ class Overrides:
         self._members: dict[str, str] = {}
         self._token_of: dict[str, torch.Tensor] = {}
         self._path_of: dict[int, str] = {}
-        self.bound: Match = match(spec, model, eager_caller=True)
+        self.bound: Match = match(spec, model)
+        if regions is not None:
+            regions.match(ModuleTable(model))
 
     def __enter__(self) -> None:
         with self._lock:
@@ -98,12 +120,48 @@ class Overrides:
         modules = tuple(_identities(self._model))
         if modules == self._modules and not any(o.is_stale() for o in self._made):
             return
-        self.bound = match(self._spec, self._model, eager_caller=True)
         self._modules = modules
-        self._made = [self._make(target) for target in self.bound.targets]
+        self.bound = match(self._spec, self._model)
+        # Regions first: a region's own value is read around what was compiled.
+        made = dict(self._make_regions())
+        for target in self.bound.targets:
+            module = find(self._model, target)
+            made[id(module), target.key] = self._make(target, module, made)
+        self._made = list(made.values())
 
-    def _make(self, target: Target) -> _Override:
-        module = find(self._model, target)
+    def _make_regions(self) -> Iterator[tuple[Any, _Override]]:
+        table = ModuleTable(self._model)
+        wanted = self._regions.match(table) if self._regions is not None else ()
+        targets = [t.path for t in self.bound.targets]
+        for entry in table.candidates():
+            module, path = entry.module, entry.path
+            inside = any(t == path or _is_below(t, path) for t in targets)
+            asked = path in wanted and module is table.first[path][1]
+            if (asked or inside) and _compat.is_compiled_in_place(module):
+                yield (id(module), "region"), self._region(module, "_compiled_call_impl")
+            elif asked or (inside and "_orig_mod" in module._modules):
+                yield (id(module), "region"), self._region(module, "forward")
+
+    def _region(self, module: nn.Module, key: str) -> _Override:
+        original = f"{self._name}_region"
+        run_region = self._run_region
+        wrapped = module._modules.get("_orig_mod")
+        in_place = key == "_compiled_call_impl"
+
+        def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if wrapped is not None:
+                below: Callable[..., Any] = wrapped
+            elif in_place:
+                below = self._call_impl
+            else:
+                below = getattr(self, original)
+            if torch.compiler.is_compiling():
+                return below(*args, **kwargs)
+            return run_region(self, below, args, kwargs)
+
+        return _Override(module, key, forward, {original: None})
+
+    def _make(self, target: Target, module: nn.Module, made: dict[Any, Any]) -> _Override:
         name, method = self._group(target)
         self._members.setdefault(name, target.path)
         token = self._token_of.get(target.path)
@@ -111,11 +169,12 @@ class Overrides:
             token = torch.empty(0)
             self._token_of[target.path] = token
             self._path_of[id(token)] = target.path
-        return _Override(module, target.key, method, token, self._name)
+        own = {f"{self._name}_{target.key}": None, f"{self._name}_token": token}
+        return _Override(module, target.key, method, own)
 
     def _group(self, target: Target) -> tuple[str, Callable[..., Any]]:
         spec = self._spec
-        records = tuple(self.bound.records_of(target.path))
+        records = self.bound.records_of(target.path)
         kinds = frozenset(
             (t.output, t.point, t.initial, t.detach, t.dtype, t.device, t.reduce)
             for t in (spec[r] for r in records)
@@ -123,16 +182,19 @@ class Overrides:
         alike = (target._replace(path="", real_path=()), kinds)
         if alike not in self._groups:
             name = f"#{len(self._groups)}"
-            shared = target._replace(path=name, real_path=())
             method = observe_any(
                 f"{self._name}_{target.key}",
                 f"{self._name}_token",
-                shared,
+                target._replace(path=name, real_path=()),
                 self._emit,
                 self._reducers,
             )
             self._groups[alike] = (name, method)
         return self._groups[alike]
+
+
+def _is_below(path: str, parent: str) -> bool:
+    return path != parent and (not parent or path.startswith(f"{parent}."))
 
 
 def _identities(model: nn.Module) -> list[int]:
@@ -152,36 +214,42 @@ def _identities(model: nn.Module) -> list[int]:
 
 @final
 class _Override:
-    """One override in one instance, and the two attributes that its method reads."""
+    """One override in one instance, and the attributes that its method reads.
+
+    Args:
+        module: The instance.
+        key: What to override.
+        method: A function of the instance; bound here.
+        attributes: What to put beside it; ``None`` stands for what was overridden.
+    """
 
     def __init__(
         self,
         module: nn.Module,
         key: str,
         method: Callable[..., Any],
-        token: torch.Tensor,
-        name: str,
+        attributes: dict[str, Any],
     ) -> None:
         self._module = module
         self._slot = module.__dict__
         self._key = key
-        self._keys = override_keys(module, eager_caller=True)
+        self._state = _state(module)
         self._wrapper = types.MethodType(method, module)
-        self._token = token
-        self._name = name
+        self._attributes = attributes
         self._below: tuple[bool, Any] = (False, None)
         self._wanted = False
 
     def is_stale(self) -> bool:
         """Whether another attribute would have to be overridden by now."""
-        return override_keys(self._module, eager_caller=True) != self._keys
+        return _state(self._module) != self._state
 
     def install(self) -> None:
         """Put the override on top of what the instance has."""
         if not self._wanted and _OVERRIDES.get(id(self._wrapper)) is not self:
             self._below = (self._key in self._slot, self._slot.get(self._key))
-            self._slot[f"{self._name}_{self._key}"] = getattr(self._module, self._key)
-            self._slot[f"{self._name}_token"] = self._token
+            original = getattr(self._module, self._key)
+            for name, value in self._attributes.items():
+                self._slot[name] = original if value is None else value
             self._slot[self._key] = self._wrapper
             _OVERRIDES[id(self._wrapper)] = self
         self._wanted = True
@@ -199,9 +267,14 @@ class _Override:
                 self._slot[self._key] = value
             else:
                 del self._slot[self._key]
-            self._slot.pop(f"{top._name}_{self._key}", None)
-            self._slot.pop(f"{top._name}_token", None)
+            for name in top._attributes:
+                self._slot.pop(name, None)
             top = _OVERRIDES.get(id(value)) if present else None
+
+
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """What decides how a module has to be overridden."""
+    return (*override_keys(module), _compat.is_compiled_in_place(module))
 
 
 #: The overrides that stand somewhere now, by the identity of their method.
