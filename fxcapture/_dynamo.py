@@ -21,6 +21,7 @@ __all__ = [
     "allow_collection_in_checkpoints",
     "begin_tracing",
     "constant",
+    "end_collection",
     "no_tracing",
     "outside_dynamo",
     "untraced",
@@ -43,33 +44,40 @@ def no_tracing() -> AbstractContextManager[Any]:
     return contextlib.nullcontext() if module is None else module.compile_lock
 
 
-def allow_collection_in_checkpoints() -> Callable[[], None]:
+#: Traces under way that collect, innermost last, and the setting before the first.
+_collecting: list[weakref.finalize[..., Any]] = []
+_before: list[Any] = []
+
+
+def allow_collection_in_checkpoints() -> None:
     """Let the running trace append to a list inside an activation checkpoint.
 
     Dynamo refuses, since the recomputation in backward would not append again; that is
-    just what a record wants.  The setting is global, and traces exclude each other, so
-    it is changed for this trace only.
-
-    Returns:
-        A function that takes the setting back; it also happens when the trace is given
-        up without calling it.
+    just what a record wants.  The setting is global, but traces exclude each other: it
+    holds until ``end_collection``, or until a trace that was given up is cleaned up.
     """
-    config = torch._dynamo.config
-    before = getattr(config, _SETTING)
-    setattr(config, _SETTING, True)
-
-    def restore(value: bool = before) -> None:
-        setattr(config, _SETTING, value)
-
     context = torch._guards.TracingContext.try_get()
     if context is None:
-        restore()
-        return lambda: None
-    finalizer = weakref.finalize(context, restore)
-    return finalizer
+        return
+    if not _collecting:
+        _before[:] = [getattr(torch._dynamo.config, _SETTING)]
+        setattr(torch._dynamo.config, _SETTING, True)
+    _collecting.append(weakref.finalize(context, _end))
 
 
-_untraced: list[Callable[..., Any]] = []
+def end_collection() -> None:
+    """Take back the innermost ``allow_collection_in_checkpoints``."""
+    if _collecting:
+        _collecting[-1]()
+
+
+def _end() -> None:
+    _collecting[:] = [f for f in _collecting if f.alive]
+    if not _collecting and _before:
+        setattr(torch._dynamo.config, _SETTING, _before.pop())
+
+
+_untraced: list[types.CodeType] = []
 _disabled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
@@ -79,22 +87,16 @@ def untraced(function: F) -> F:
     What it calls may be compiled, and it may be traced as a part of its caller.  Takes
     effect with the first trace, so that nothing is imported before.
     """
-    # Dynamo goes by the code object; a mark on the function object itself would keep it
-    # from being traced as a part of its caller too.
-    _untraced.append(
-        types.FunctionType(
-            function.__code__,
-            function.__globals__,
-            closure=function.__closure__,
-        )
-    )
+    # By the code object: a mark on the function object, which the public decorators
+    # leave, would keep it from being traced as a part of its caller too.
+    _untraced.append(function.__code__)
     return function
 
 
 def begin_tracing() -> None:
     """Make ``untraced`` take effect; called while a trace runs."""
     while _untraced:
-        torch.compiler.disable(_untraced.pop(), recursive=False)
+        torch._dynamo.eval_frame.skip_code(_untraced.pop())
 
 
 def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:

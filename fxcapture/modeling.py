@@ -1,51 +1,31 @@
-"""Decorators for the authors of model classes: flags, collection, output conversion.
+"""Decorators for the authors of model classes.
 
 ``capture_outputs`` on a model's ``forward`` collects what the model class declares in
 ``_can_record_outputs`` and what the caller asks for with ``output_<name>``, puts it into
-the returned output object, and honours ``return_dict``.
-
-Terms
-    decorated call: one call of a method under ``capture_outputs``.
-    request: what a flag asks for, see :mod:`fxcapture.flags`.
-
-Invariants
-    Everything is scoped to the call; nothing stays on the model.
-    The same function body serves eager runs and Dynamo's trace; what cannot be traced
-    (reading the module tree, checking flags) is done at trace time, as a constant.
+the returned output object, and honours ``return_dict``.  What happens in one call is in
+:mod:`fxcapture.capturing`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from contextvars import ContextVar
-from typing import Any, TypeVar, final, overload
+from typing import Any, TypeVar, overload
 
-import torch
 from torch import nn
 
-from fxcapture import collect, dispatch, patching
-from fxcapture._dynamo import outside_dynamo, untraced
-from fxcapture.collect import Collector, Store
-from fxcapture.declare import CAPTURES, OutputRecorder, declaration
+from fxcapture.capturing import CONFIG_DEFAULTS, Method, decorated
+from fxcapture.declare import OutputRecorder
 from fxcapture.declared_spec import declared_spec
-from fxcapture.flags import Request, flag_name, request, spell
-from fxcapture.outputs import get_field, has_field, inject_records, to_tuple
-from fxcapture.resolve import (
-    StorePlan,
-    bind,
-    declared_names,
-    end_trace,
-    trace_constants,
-    warn_cache,
-    warn_count,
-)
+from fxcapture.flags import request
+from fxcapture.outputs import inject_records
+from fxcapture.resolve import warn_cache
 
 __all__ = [
     "OutputRecorder",
     "capture_outputs",
+    "convert_outputs",
     "declared_spec",
     "inject_records",
     "merge_with_config_defaults",
@@ -53,49 +33,6 @@ __all__ = [
 ]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-#: Whether this thread is inside a decorated call; only the outermost one converts.
-_inside: ContextVar[bool] = ContextVar("fxcapture_inside", default=False)
-_SELF = 1  # positional arguments are counted without ``self``
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Method:
-    """What is known of a decorated function when it is decorated.
-
-    Attributes:
-        positions: Parameter name to its place among the positional arguments.
-        takes_any: It has ``**kwargs``.
-        keywords: Parameters that may be passed by keyword.
-        tie: The last hidden state is replaced by the output's ``last_hidden_state``.
-    """
-
-    positions: dict[str, int]
-    takes_any: bool
-    keywords: frozenset[str]
-    tie: bool
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], tie: bool) -> _Method:
-        parameters = list(inspect.signature(function).parameters.values())[_SELF:]
-        return cls(
-            {
-                p.name: i
-                for i, p in enumerate(parameters)
-                if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-            },
-            any(p.kind is p.VAR_KEYWORD for p in parameters),
-            frozenset(
-                p.name
-                for p in parameters
-                if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
-            ),
-            tie,
-        )
-
-    def accepts(self, keyword: str) -> bool:
-        return self.takes_any or keyword in self.keywords
 
 
 @overload
@@ -143,179 +80,21 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        method = _Method.of(function, tie_last_hidden_states)
-
-        @functools.wraps(function)
-        def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            config = getattr(self, "config", None)
-            own = kwargs.pop("return_dict", None)
-            return_dict = getattr(config, "return_dict", None) if own is None else own
-            if torch.compiler.is_dynamo_compiling():
-                names = declared_names(self, patching.generation)
-            else:
-                names = tuple(declaration(self))
-            wanted: dict[str, Request] = {}
-            for name in names:
-                asked = _requested(name, method, config, args, kwargs)
-                if asked is not False:
-                    wanted[name] = asked
-            if torch.compiler.is_dynamo_compiling():
-                outputs, records = _call_traced(function, self, args, kwargs, wanted)
-            else:
-                if _inside.get() and own is None:
-                    return_dict = None
-                outputs, records = _call_eager(function, self, args, kwargs, wanted)
-            if records:
-                outputs = _inject(self, config, method, outputs, records)
-            return to_tuple(outputs) if return_dict is False else outputs
-
-        setattr(wrapper, CAPTURES, method)
-        return wrapper
+        method = Method.of(function, tie_last_hidden_states)
+        return decorated(function, method, captures=True)
 
     return decorate if func is None else decorate(func)
 
 
-def _requested(
-    name: str,
-    method: _Method,
-    config: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Request:
-    """What the call asks of one record; leaves ``kwargs`` fit for the model's forward."""
-    flag = flag_name(name)
-    value = kwargs.get(flag)
-    if value is not None:
-        asked = request(flag, value)
-        if not method.accepts(flag):
-            del kwargs[flag]
-        elif not isinstance(value, (bool, int, list, tuple)):
-            kwargs[flag] = spell(value, asked)
-        return asked
-    if flag in kwargs and not method.accepts(flag):
-        del kwargs[flag]
-    place = method.positions.get(flag, -1)
-    if 0 <= place < len(args) and args[place] is not None:
-        return request(flag, args[place])
-    return request(flag, getattr(config, flag, None))
+def convert_outputs(func: F) -> F:
+    """Honour ``return_dict`` around a model that captures, without capturing.
+
+    For a head model that calls a decorated base model: within its call the base model
+    returns an output object, whatever the config says.
+    """
+    return decorated(func, Method.of(func), captures=False)  # type: ignore[return-value]
 
 
-# ------------------------------------------------------------------- one call
-
-
-@untraced
-def _call_eager(
-    function: Callable[..., Any],
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    wanted: dict[str, Request],
-) -> tuple[Any, dict[str, list[Any]]]:
-    collector = None
-    outer = _inside.set(True)
-    try:
-        if wanted:
-            collector, leave = outside_dynamo(_begin_collecting, model, wanted)
-        elif dispatch.is_collecting():
-            leave = dispatch.silence()
-        else:
-            return function(model, *args, **kwargs), {}
-        try:
-            outputs = function(model, *args, **kwargs)
-        finally:
-            outside_dynamo(leave)
-    finally:
-        _inside.reset(outer)
-    if collector is None:
-        return outputs, {}
-    return outputs, outside_dynamo(_settle, model, collector)
-
-
-def _begin_collecting(
-    model: nn.Module, wanted: dict[str, Request]
-) -> tuple[Collector, Callable[[], None]]:
-    found, stores = bind(model, wanted)
-    collector = _collector(stores)
-    return collector, dispatch.collect_from(collector, found)
-
-
-@untraced
-def _call_traced(
-    function: Callable[..., Any],
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    wanted: dict[str, Request],
-) -> tuple[Any, dict[str, list[Any]]]:
-    """The same under Dynamo, in its plainest Python."""
-    if not torch.compiler.is_dynamo_compiling():
-        # Dynamo met a graph break in here, gave up on this call, and runs it as it is.
-        return _call_eager(function, model, args, kwargs, wanted)
-    names = tuple(wanted)
-    asked = tuple([wanted[n] for n in names])
-    stores, seats = trace_constants(model, names, asked, patching.generation)
-    collector = _collector(stores)
-    saved = collect.enter_traced(model, seats, collector)
-    try:
-        outputs = function(model, *args, **kwargs)
-    finally:
-        collect.leave_traced(saved)
-        end_trace(model)
-    return outputs, _settle(model, collector)
-
-
-def _collector(stores: tuple[StorePlan, ...]) -> Collector:
-    collector = Collector()
-    for name, positions, late, expected in stores:
-        collector.stores[name] = Store(
-            None if positions is None else frozenset(positions),
-            frozenset(late),
-            expected,
-        )
-    return collector
-
-
-def _settle(model: nn.Module, collector: Collector) -> dict[str, list[Any]]:
-    records = {}
-    for name, store in collector.stores.items():
-        if store.late and len(store.entries) != store.expected:
-            warn_count(model, name, len(store.entries), store.expected)
-        entries = store.settle()
-        # An attention kernel that returns no weights gives an empty record, as in
-        # transformers; where some entries have a value, each keeps its position.
-        keeps = name == "hidden_states" or store.any_value
-        records[name] = entries if keeps else []
-    return records
-
-
-def _inject(
-    model: nn.Module,
-    config: Any,
-    method: _Method,
-    outputs: Any,
-    records: dict[str, list[Any]],
-) -> Any:
-    made: dict[str, tuple[Any, ...]] = {}
-    for name, entries in records.items():
-        if name == "hidden_states" and entries and entries[-1] is not None:
-            tie = getattr(config, "tie_last_hidden_states", None)
-            if method.tie if tie is None else tie:
-                for field in ("vision_hidden_states", "last_hidden_state"):
-                    if has_field(outputs, field):
-                        entries[-1] = get_field(outputs, field)
-                        break
-        made[name] = tuple(entries)
-    return inject_records(outputs, made, owner=type(model).__name__)
-
-
-# --------------------------------------------------------- the other decorators
-
-_CONFIG_DEFAULTS = (
-    "use_cache",
-    "vision_feature_layer",
-    "vision_feature_select_strategy",
-    "vision_aspect_ratio",
-)
 _STRATEGIES = ("default", "full")
 
 
@@ -335,12 +114,12 @@ def merge_with_config_defaults(func: F) -> F:
     Raises:
         ValueError: (at the call) ``vision_feature_select_strategy`` is unknown.
     """
-    method = _Method.of(func, True)
+    method = Method.of(func)
 
     @functools.wraps(func)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
-        for name in _CONFIG_DEFAULTS:
+        for name in CONFIG_DEFAULTS:
             place = method.positions.get(name, -1)
             by_position = 0 <= place < len(args)
             value = args[place] if by_position else kwargs.get(name)
@@ -395,7 +174,7 @@ def select_hidden_states(
     """
 
     def decorate(func: F) -> F:
-        method = _Method.of(func, True)
+        method = Method.of(func)
         signature = inspect.signature(func)
         default: Any = None
         if isinstance(selection, str):
@@ -403,7 +182,7 @@ def select_hidden_states(
                 raise ValueError(
                     f"select_hidden_states({selection!r}): {func.__qualname__} has no "
                     f"such argument\n  what to do: name one of "
-                    f"{list(signature.parameters)[_SELF:]}"
+                    f"{list(signature.parameters)[1:]}"
                 )
             default = signature.parameters[selection].default
             if default is inspect.Parameter.empty:

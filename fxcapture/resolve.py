@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from fxcapture._dynamo import (
     allow_collection_in_checkpoints,
     begin_tracing,
     constant,
+    end_collection,
 )
 from fxcapture.collect import trace_plan
 from fxcapture.declare import Found, declaration, find, recorders
@@ -31,6 +32,7 @@ __all__ = [
     "bind",
     "declared_names",
     "end_trace",
+    "layer_count",
     "trace_constants",
     "warn_cache",
     "warn_count",
@@ -47,10 +49,6 @@ def declared_names(model: nn.Module, generation: str) -> tuple[str, ...]:
     return tuple(declaration(model))
 
 
-#: How to take back what each trace under way has changed, innermost last.
-_restore: list[Callable[[], Any]] = []
-
-
 @constant
 def trace_constants(
     model: nn.Module,
@@ -62,16 +60,15 @@ def trace_constants(
     found, stores = bind(model, dict(zip(names, asked, strict=True)))
     _count_selection(model, names, asked)
     if names:
-        _restore.append(allow_collection_in_checkpoints())
-    else:
-        _restore.append(lambda: None)
+        allow_collection_in_checkpoints()
     return stores, trace_plan(found, model)
 
 
 @constant
-def end_trace(model: nn.Module) -> None:
+def end_trace(model: nn.Module, names: tuple[str, ...]) -> None:
     """Take back what ``trace_constants`` changed."""
-    _restore.pop()()
+    if names:
+        end_collection()
 
 
 def bind(
@@ -108,15 +105,32 @@ def plan_stores(
 def _expected(
     model: nn.Module, name: str, positions: list[int], found: list[Found]
 ) -> tuple[int, int]:
-    """Entries of a full record: as the config says, and as the modules say.
+    """Entries of a full record: as the config says, and as the modules say."""
+    matched = sum(
+        task.record == name for f in found if f.owner is None for task in f.tasks
+    )
+    return layer_count(model, name, positions), matched + _initial(model, name)
+
+
+def _initial(model: nn.Module, name: str) -> bool:
+    return name == "hidden_states" and any(
+        r.capture_initial_hidden_state
+        for r in recorders(name, declaration(model).get(name))
+    )
+
+
+def layer_count(model: nn.Module, name: str, positions: list[int]) -> int:
+    """Entries of a full record, as the model's config says.
+
+    Args:
+        model: The model with the declaration and the config.
+        name: The record.
+        positions: What was asked for, for the error.
 
     Raises:
         ValueError: the config does not say how many layers there are.
     """
     declared = recorders(name, declaration(model).get(name))
-    initial = name == "hidden_states" and any(
-        r.capture_initial_hidden_state for r in declared
-    )
     keys = list(dict.fromkeys(r.num_hidden_layers_key for r in declared))
     count = 0
     for key in keys or ["num_hidden_layers"]:
@@ -130,10 +144,7 @@ def _expected(
                 "OutputRecorder(..., num_hidden_layers_key=)"
             )
         count += layers
-    matched = sum(
-        task.record == name for f in found if f.owner is None for task in f.tasks
-    )
-    return count + initial, matched + initial
+    return count + _initial(model, name)
 
 
 _warned: set[tuple[Any, ...]] = set()

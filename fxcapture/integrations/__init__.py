@@ -1,0 +1,1 @@
+"""Other libraries' models over this package; each module imports its library."""
