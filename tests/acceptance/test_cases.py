@@ -15,26 +15,12 @@ from fxcapture.errors import TraceError
 from tests.acceptance.cases import BY_ID, CASES, SEED, Case, Driver
 from tests.reference import assert_records, eager_records, footprint
 
-#: Faults of the product that are known and open; each entry goes with its fix.
-OPEN_FAULTS = {
-    "moe_dispatch": "a guard on a value-dependent size escapes as torch's own error",
-}
 ONE_GRAPH = [c for c in CASES if not c.no_graph]
 NO_GRAPH = [c for c in CASES if c.no_graph]
 
 
 def by_id(cases: list[Case]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [pytest.param(c, id=c.id) for c in cases])
-
-
-def by_id_with_faults(cases: list[Case]) -> pytest.MarkDecorator:
-    def marks(case: Case) -> list[pytest.MarkDecorator]:
-        reason = OPEN_FAULTS.get(case.id)
-        return [pytest.mark.xfail(strict=True, reason=reason)] if reason else []
-
-    return pytest.mark.parametrize(
-        "case", [pytest.param(c, id=c.id, marks=marks(c)) for c in cases]
-    )
 
 
 def assert_case_holds(case: Case, model: nn.Module, captured: nn.Module) -> None:
@@ -78,7 +64,7 @@ def test_plain_compile_refuses_what_the_cases_say_it_refuses(case: Case) -> None
         case.driven(plain)
 
 
-@by_id_with_faults(NO_GRAPH)
+@by_id(NO_GRAPH)
 def test_fullgraph_raises_a_trace_error_where_plain_compile_refuses(case: Case) -> None:
     model = case.build()
     untouched = footprint(model)
@@ -92,7 +78,7 @@ def test_fullgraph_raises_a_trace_error_where_plain_compile_refuses(case: Case) 
     assert untouched == footprint(model)
 
 
-@by_id_with_faults(NO_GRAPH)
+@by_id(NO_GRAPH)
 def test_records_are_right_in_pieces_where_no_one_graph_exists(case: Case) -> None:
     model = case.build()
     captured = fxc.compile(model, case.spec, backend="aot_eager")
