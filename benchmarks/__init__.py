@@ -1,0 +1,1 @@
+"""The benchmark suite; ``python -m benchmarks`` runs all of it, see README.md."""
