@@ -95,8 +95,9 @@ def untraced(function: F) -> F:
 
 def begin_tracing() -> None:
     """Make ``untraced`` take effect; called while a trace runs."""
-    while _untraced:
-        torch._dynamo.eval_frame.skip_code(_untraced.pop())
+    # Again with every trace, since torch._dynamo.reset() may take it back.
+    for code in _untraced:
+        torch._dynamo.eval_frame.skip_code(code)
 
 
 def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:
