@@ -23,10 +23,16 @@ __all__ = [
     "UserError",
     "fake_mode_of",
     "has_forward_hooks",
+    "in_transform",
     "is_compiled_in_place",
+    "is_dense",
     "is_higher_order",
+    "is_transformed",
     "late_compilation",
     "resolve_backend",
+    "storage_id",
+    "surely_equal",
+    "transform_function",
     "unwrap_optimized",
 ]
 
@@ -61,6 +67,65 @@ def is_higher_order(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(
         node.target, torch._ops.HigherOrderOperator
     )
+
+
+def transform_function(name: str) -> Callable[..., Any]:
+    """What Dynamo's graphs call to take a value out of a function transform."""
+    from torch._functorch import predispatch
+
+    return getattr(predispatch, name)  # type: ignore[no-any-return]
+
+
+def is_transformed(value: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a level of a function transform."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(value))
+
+
+def in_transform() -> bool:
+    """Whether a function transform (``vmap``, ``grad``, ...) runs eagerly around us."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def storage_id(value: torch.Tensor) -> int | None:
+    """A number that two tensors share where they share memory; ``None`` if unknown.
+
+    Public storages can be compared by address only, and fake tensors have none.
+    """
+    if is_transformed(value):
+        return None
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, wrapped by a transform, ...
+        return None
+
+
+def surely_equal(left: Any, right: Any) -> bool:
+    """Whether two sizes are equal whatever the symbolic ones turn out to be.
+
+    ``==`` on symbolic sizes would add a guard.
+    """
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(left == right)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor's elements surely lie side by side, none of them twice."""
+    expected: Any = 1
+    dims = [
+        (stride, size)
+        for size, stride in zip(value.shape, value.stride(), strict=True)
+        if not surely_equal(size, 1)
+    ]
+    while dims:
+        match = next((d for d in dims if surely_equal(d[0], expected)), None)
+        if match is None:
+            return False
+        dims.remove(match)
+        expected = expected * match[1]
+    return True
 
 
 def copy_node_source(old: fx.Node, new: fx.Node) -> None:
@@ -227,3 +292,125 @@ def aoti_load(path: str) -> tuple[Any, dict[str, str]]:
 
     loaded = aoti_load_package(path)
     return loaded, dict(loaded.loader.get_metadata())
+
+
+# --------------------------------------------------------------------------------------
+# Graphs made elsewhere
+# --------------------------------------------------------------------------------------
+
+
+def unflatten(values: list[Any], spec: Any) -> Any:
+    """A container of ``values``; torch.export describes containers by private specs."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(values, spec)
+
+
+def map_nodes(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with ``function`` applied to its leaves, containers kept."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(function, value)
+
+
+def trace_on_fake(function: Callable[..., Any], value: torch.Tensor) -> fx.GraphModule:
+    """The ATen graph of ``function`` on one fake tensor."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    fake_mode = torch._guards.detect_fake_mode([value])
+    with fake_mode or contextlib.nullcontext():
+        return make_fx(function, pre_dispatch=True)(value)
+
+
+def has_pytree_output(graph: fx.Graph) -> bool:
+    """Whether a graph's code packs its flat outputs into containers."""
+    from torch.fx.graph import _PyTreeCodeGen
+
+    return isinstance(graph._codegen, _PyTreeCodeGen) and (
+        graph._codegen.pytree_info.out_spec is not None
+    )
+
+
+def own_pytree_output(graph: fx.Graph, flat: list[Any]) -> Any:
+    """What such a graph returns, as containers of its flat outputs."""
+    return unflatten(flat, graph._codegen.pytree_info.out_spec)  # type: ignore[attr-defined]
+
+
+def extend_pytree_output(
+    graph: fx.Graph, names: Sequence[str], keep_output: bool
+) -> None:
+    """Make such a graph return ``(own, {name: value})``."""
+    info = graph._codegen.pytree_info  # type: ignore[attr-defined]
+    own = info.out_spec if keep_output else None
+    graph._codegen.pytree_info = info._replace(  # type: ignore[attr-defined]
+        out_spec=output_spec_with(own, names)
+    )
+
+
+# --------------------------------------------------------------------------------------
+# Estimates
+# --------------------------------------------------------------------------------------
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have no data.
+
+    There is no public way to make tensors that know a device but hold nothing.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def no_data_errors() -> tuple[type[Exception], ...]:
+    """What a read of a fake tensor's value raises."""
+    from torch._subclasses import fake_tensor
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    return (
+        fake_tensor.DataDependentOutputException,
+        fake_tensor.DynamicOutputShapeException,
+        GuardOnDataDependentSymNode,
+    )
+
+
+def make_aten_graph(
+    function: Callable[..., Any], inputs: Sequence[torch.Tensor]
+) -> fx.GraphModule:
+    """``function``, traced on fake tensors below autograd into ATen operators."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    # "real": the inputs are fake already, and one fake mode is enough.
+    return make_fx(function, tracing_mode="real")(*inputs)
+
+
+def flatten_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[torch.Tensor], Callable[[Sequence[torch.Tensor]], Any]]:
+    """The tensors of a call, and how to get ``(args, kwargs)`` back with others."""
+    from torch.utils import _pytree
+
+    leaves, spec = _pytree.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+    def rebuild(tensors: Sequence[torch.Tensor]) -> Any:
+        made = list(leaves)
+        for place, tensor in zip(places, tensors, strict=True):
+            made[place] = tensor
+        return _pytree.tree_unflatten(made, spec)
+
+    return [leaves[i] for i in places], rebuild
+
+
+def flop_formula(target: Any) -> Callable[..., Any] | None:
+    """How to count the operations of an ATen operator; ``None`` if it has few.
+
+    torch counts them in ``torch.utils.flop_counter``; the CPU's attention kernel is
+    missing from its table.
+    """
+    from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+    packet = getattr(target, "overloadpacket", None)
+    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)
+    return flop_registry.get(packet)

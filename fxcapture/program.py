@@ -14,10 +14,13 @@ from torch import fx, nn
 from fxcapture import _compat
 from fxcapture.errors import EagerSiteError, SpecTypeError
 from fxcapture.frontends.dynamo import DynamoProgram
-from fxcapture.plan import canonical_selection
+from fxcapture.frontends.graph_program import WholeGraph
+from fxcapture.passes.base import TapKey
+from fxcapture.passes.insert_taps import COPIES
+from fxcapture.plan import Slot, canonical_selection
 from fxcapture.records import Captured
 from fxcapture.selector import Selector
-from fxcapture.sites import SiteTable, format_table
+from fxcapture.sites import Site, SiteTable, format_table
 from fxcapture.spec import CaptureSpec
 
 __all__ = ["CapturedModule", "compile"]
@@ -300,11 +303,12 @@ def explain(program: DynamoProgram, selection: tuple[tuple[str, Any], ...]) -> s
     if not sites:
         return "no call has been made yet"
     plan = program.plan_of(sites, selection)
-    rows = [("record", "position", "site", "call", "where")]
+    rows = [("record", "position", "site", "call", "where", "memory")]
     for record in plan.records:
         for i, slot in enumerate(record.slots):
             if slot is None:
-                rows.append((record.name, str(i), record.paths[i], "", "not selected"))
+                path = record.paths[i]
+                rows.append((record.name, str(i), path, "", "not selected", ""))
                 continue
             site = sites[slot.site]
             where = "eager" if site.graph is None else f"graph {site.graph}"
@@ -312,9 +316,25 @@ def explain(program: DynamoProgram, selection: tuple[tuple[str, Any], ...]) -> s
                 where += " in " + " in ".join(reversed(site.region))
             if slot.entry:
                 where += " (input)"
-            rows.append((record.name, str(i), site.path or "(model)", str(site.call), where))
+            path, call = site.path or "(model)", str(site.call)
+            memory = _copies_of(program, slot, site)
+            rows.append((record.name, str(i), path, call, where, memory))
     text = format_table(rows)
     if program.break_reason:
         text += "\n\nnot one graph, because:\n" + program.break_reason.strip()
     return text
 
+
+def _copies_of(program: DynamoProgram, slot: Slot, site: Site) -> str:
+    """Whether the values of a slot are copies, and why; empty where it is not known."""
+    if site.graph is None:
+        return "copied: what runs outside a graph may be written to"
+    for compiled in program.compiled:
+        if isinstance(compiled, WholeGraph) and compiled.number == site.graph:
+            for graph in compiled.graphs():
+                copies: Mapping[TapKey, str] = graph.meta[COPIES]
+                keys = [TapKey(slot.site, leaf=leaf) for _, leaf in slot.leaves]
+                found = dict.fromkeys(copies[key] for key in keys if key in copies)
+                if found:
+                    return "; ".join(found)
+    return ""

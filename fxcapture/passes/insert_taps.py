@@ -1,8 +1,9 @@
 """Put a tap at the mark of every wanted value.
 
-At the mark's position the value is what the caller of the module received; the tap
-copies it there, so that a later in-place write does not show.  The copy is an ordinary
-``clone``: Inductor removes it where nothing writes to the value, other backends run it.
+At the mark's position the value is what the caller of the module received.  Where
+a later write could show in it, the tap copies it there (an ordinary ``clone``); where
+nothing can, see :mod:`fxcapture.passes.find_aliases`, the tap is the value itself.  Each
+tap's ``meta[COPY]`` says which and why; ``gm.meta[COPIES]`` says it of all of them.
 
 Not idempotent: each run adds taps.
 """
@@ -16,11 +17,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxcapture import _compat
 from fxcapture.passes.base import TAP, PassResult, TapKey, is_mark, walk
 from fxcapture.passes.collect_marks import MarkedSites, observation
+from fxcapture.passes.find_aliases import Aliases
 from fxcapture.plan import Leaf
 
-__all__ = ["insert_taps"]
+__all__ = ["COPIES", "COPY", "insert_taps"]
+
+#: Metadata key of a tap's node: whether the value was copied, and why.
+COPY = "fxcapture_copy"
+#: Metadata key of the graph module: the same text for each :class:`TapKey`.
+COPIES = "fxcapture_copies"
 
 
 def insert_taps(
@@ -42,6 +50,8 @@ def insert_taps(
         by_mark.setdefault(outer, []).append((site, False))
         by_mark.setdefault(inner, []).append((site, True))
     marks = [(owner, node) for owner, node, _ in walk(gm) if is_mark(node)]
+    aliases = Aliases(gm)
+    copies: dict[TapKey, str] = dict(gm.meta.get(COPIES, {}))
     modified = False
     for position, (owner, node) in enumerate(marks):
         seen = observation(node)
@@ -49,33 +59,57 @@ def insert_taps(
             for site, entry in by_mark.get(position, ()):
                 for leaf in wanted.get(site, ()):
                     if leaf.entry is entry:
-                        _tap_tensor(node, seen, TapKey(site, leaf=leaf))
+                        key = TapKey(site, leaf=leaf)
+                        what = marked.sites[site].describe()
+                        copies[key] = _tap_tensor(node, seen, key, aliases, what)
                         modified = True
                 for size in wanted_sizes.get(site, ()):
                     if size[0] is entry:
                         modified |= _tap_size(node, seen, TapKey(site, size=size))
+    gm.meta[COPIES] = copies
     return PassResult(gm, modified)
 
 
-def _tap_tensor(mark: fx.Node, seen: Any, key: TapKey) -> None:
+def _tap_tensor(
+    mark: fx.Node, seen: Any, key: TapKey, aliases: Aliases, what: str
+) -> str:
+    """Add one tap; returns whether it copies, and why."""
     leaf = key.leaf
     assert leaf is not None
     source = (seen.result if leaf.kind == "result" else seen.derived)[leaf.index]
     graph = mark.graph
     example = source.meta.get("val", source.meta.get("example_value"))
-    value = source
-    if leaf.detach:
-        value = _call(graph, mark, value, "detach", {}, lambda t: t.detach())
     options: dict[str, Any] = {}
     if leaf.dtype is not None and (example is None or example.is_floating_point()):
         options["dtype"] = leaf.dtype
     if leaf.device is not None:
         options["device"] = leaf.device
-    if options and _converts(example, leaf):
+        if _leaves_accelerator(example, leaf.device):
+            options["non_blocking"] = True
+    converts = bool(options) and _converts(example, leaf)
+    copied_before = _is_copy(source, leaf) and TAP not in source.meta
+    if converts:
+        reason = "converted"
+    elif copied_before:
+        reason = aliases.reason_to_copy(source.args[0], source, what)  # type: ignore[arg-type]
+        if not reason:
+            source = source.args[0]  # type: ignore[assignment]
+    else:
+        reason = aliases.reason_to_copy(source, mark, what)
+        if not reason and TAP in source.meta:
+            reason = "recorded twice"
+    value = source
+    if leaf.detach:
+        value = _call(graph, mark, value, "detach", {}, lambda t: t.detach())
+    if converts:
         value = _call(graph, mark, value, "to", options, lambda t: t.to(**options))
-    elif TAP in source.meta or not _is_copy(source, leaf):
+    elif reason and not copied_before:
         value = _call(graph, mark, value, "clone", {}, lambda t: t.clone())
     value.meta[TAP] = key
+    value.meta[COPY] = (
+        f"copied: {reason}" if reason else "no copy: nothing writes to it"
+    )
+    return str(value.meta[COPY])
 
 
 def _is_copy(source: fx.Node, leaf: Leaf) -> bool:
@@ -83,8 +117,13 @@ def _is_copy(source: fx.Node, leaf: Leaf) -> bool:
     return leaf.kind == "derived" and source.target in ("clone", _ATEN["clone"])
 
 
+def _leaves_accelerator(example: Any, device: torch.device) -> bool:
+    """Whether moving a value there can overlap with what the accelerator does next."""
+    return example is not None and example.device.type not in ("cpu", device.type)
+
+
 def _converts(example: Any, leaf: Leaf) -> bool:
-    """Whether dtype or device makes a tensor of its own, so that a copy adds nothing."""
+    """Whether dtype or device makes a tensor of its own, so that it is a copy."""
     if example is None:
         return False
     converted = (
@@ -127,7 +166,7 @@ def _call(
             node.meta[key] = mark.meta[key]
     for key in ("example_value", "val"):
         example = source.meta.get(key)
-        if isinstance(example, torch.Tensor):
+        if isinstance(example, torch.Tensor) and not _compat.is_transformed(example):
             node.meta[key] = run(example)
     return node
 

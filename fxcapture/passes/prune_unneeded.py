@@ -10,14 +10,12 @@ Idempotent.
 
 from __future__ import annotations
 
-import inspect
-from typing import Any
-
 import torch
 from torch import fx
 
 from fxcapture import _compat
 from fxcapture.passes.base import PassResult, bodies, is_mark
+from fxcapture.passes.effects import asks_inplace, is_opaque, node_name, written_args
 
 __all__ = ["prune_unneeded"]
 
@@ -32,8 +30,6 @@ _RANDOM = frozenset(
         "scaled_dot_product_attention",
     }
 )  # fmt: skip
-# Functions that write to an argument although their name does not say so.
-_WRITES = frozenset({"batch_norm", "instance_norm", "setitem"})
 
 
 def prune_unneeded(gm: fx.GraphModule) -> PassResult:
@@ -42,8 +38,9 @@ def prune_unneeded(gm: fx.GraphModule) -> PassResult:
     output = gm.graph.output_node()
     needed: set[fx.Node] = {output}
     _add_inputs(output, needed)
-    last = max((i for i, n in enumerate(nodes) if n in needed and n is not output),
-               default=-1)
+    last = max(
+        (i for i, n in enumerate(nodes) if n in needed and n is not output), default=-1
+    )
     for node in nodes[: last + 1]:
         if node not in needed and _has_effect(gm, node):
             needed.add(node)
@@ -73,35 +70,13 @@ def _has_effect(gm: fx.GraphModule, node: fx.Node) -> bool:
     if _compat.is_higher_order(node):
         inner = [n for _, body in bodies(gm, node) for n in body.graph.nodes]
         return any(_has_effect(gm, n) for n in inner) or not inner
-    name = _name(node)
-    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
-        return True
-    if name in _RANDOM or name in _WRITES:
+    name = node_name(node)
+    if name in _RANDOM or node.is_impure() or is_opaque(node) or asks_inplace(node):
         return True
     if isinstance(node.target, torch._ops.OpOverload):
         schema = node.target._schema
-        return schema.is_mutable or not schema.returns or node.is_impure()
-    if node.op == "call_function" and getattr(node.target, "__module__", "") == "_operator":
-        return name.startswith("i") and name not in (
-            "index", "indexOf", "invert", "inv", "is_", "is_not", "itemgetter"
-        )  # fmt: skip
-    if name.startswith("_") or node.is_impure():
+        return schema.is_mutable or not schema.returns
+    if name.startswith("_") and not name.startswith("__"):
         # _enter_autocast, _set_grad_enabled and their kind open and close regions.
-        return True
-    return name.endswith("_") or _writes_positionally(node)
-
-
-def _writes_positionally(node: fx.Node) -> bool:
-    """Whether ``inplace`` was given by position, as in ``F.relu(x, True)``."""
-    if node.op != "call_function" or not callable(node.target):
-        return False
-    try:
-        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
-    except (TypeError, ValueError):  # a builtin without a signature takes no such flag
-        return False
-    return bool(bound.arguments.get("inplace"))
-
-
-def _name(node: fx.Node) -> str:
-    target: Any = node.target
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+        return getattr(node.target, "__module__", "") != "_operator"
+    return bool(written_args(gm, node))

@@ -1,0 +1,161 @@
+"""What a node does besides computing its result.
+
+Terms
+    write: a change of the memory of an argument.
+    opaque: a call of which nothing is known; it may write to any tensor it is given.
+
+Invariants
+    What is unknown counts as having the effect.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from fxcapture import _compat
+from fxcapture.passes.base import bodies, is_mark
+
+__all__ = ["node_name", "written_args"]
+
+# Functions that write to arguments although their names do not say so, and which.
+_WRITES = {
+    "batch_norm": slice(1, 3),
+    "instance_norm": slice(1, 3),
+    "setitem": slice(0, 1),
+    "embedding_renorm_": slice(0, 1),
+    "__setitem__": slice(0, 1),
+}
+# Names of ``operator`` that begin with an i and write to nothing.
+_PURE_OPERATORS = frozenset(
+    {"index", "indexOf", "invert", "inv", "is_", "is_not", "itemgetter"}
+)
+
+
+def written_args(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
+    """The arguments whose memory a node may write to.
+
+    Args:
+        gm: The graph module that holds the node and its bodies.
+        node: Any node.
+    """
+    if node.op in ("placeholder", "get_attr", "output") or is_mark(node):
+        return ()
+    if node.op == "call_module":
+        return tuple(node.all_input_nodes)
+    if _compat.is_higher_order(node):
+        return _written_by_bodies(gm, node)
+    name = node_name(node)
+    target: Any = node.target
+    found: list[Any] = [node.kwargs.get("out")]
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        found += _written_by_schema(target, node)
+    elif name in _WRITES:
+        found += node.args[_WRITES[name]]
+        found += [node.kwargs.get(k) for k in ("running_mean", "running_var")]
+    elif node.op == "call_function" and _is_operator(target):
+        if name.startswith("i") and name not in _PURE_OPERATORS:
+            found += node.args[:1]
+    elif is_opaque(node):
+        found += node.all_input_nodes
+    elif (name.endswith("_") and not name.endswith("__")) or asks_inplace(node):
+        found += node.args[:1] or node.kwargs.values()
+    elif name.startswith("__i") and name != "__invert__":
+        found += node.args[:1]
+    elif node.kwargs.get("max_norm") is not None or name == "embedding":
+        # F.embedding renormalises rows of the weight when it is given a max_norm.
+        found += node.args[1:2] if _max_norm(node) else []
+    return tuple(_nodes(found))
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether nothing is known of the function that a node calls."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return False
+    if isinstance(target, types.FunctionType):
+        return not (target.__module__ or "").startswith(("torch.", "math"))
+    if isinstance(target, types.BuiltinFunctionType):
+        return False  # torch's own functions, math, operator, getattr
+    return not isinstance(target, (types.MethodDescriptorType, type, types.MethodType,
+                                   types.WrapperDescriptorType)) and not getattr(
+        target, "__module__", ""
+    ).startswith("torch")  # fmt: skip
+
+
+def asks_inplace(node: fx.Node) -> bool:
+    """Whether ``inplace`` was given, by keyword or by place (``F.relu(x, True)``)."""
+    if "inplace" in node.kwargs:
+        return bool(node.kwargs["inplace"])
+    if node.op != "call_function" or not callable(node.target):
+        return False
+    try:
+        bound = inspect.signature(node.target).bind(*node.args, **node.kwargs)
+    except (TypeError, ValueError):  # a builtin without a signature takes no such flag
+        return False
+    return bool(bound.arguments.get("inplace"))
+
+
+def node_name(node: fx.Node) -> str:
+    """The name of what a node calls."""
+    target: Any = node.target
+    return (
+        target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    )
+
+
+def _is_operator(target: Any) -> bool:
+    return getattr(target, "__module__", "") == "_operator"
+
+
+def _max_norm(node: fx.Node) -> bool:
+    return (len(node.args) > 3 and node.args[3] is not None) or bool(
+        node.kwargs.get("max_norm")
+    )
+
+
+def _written_by_schema(target: Any, node: fx.Node) -> list[Any]:
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        names = target.overloads()  # type: ignore[no-untyped-call]
+        overloads = [getattr(target, name) for name in names]
+        if any(o._schema.is_mutable for o in overloads):
+            return list(node.all_input_nodes)
+        return []
+    found: list[Any] = []
+    for i, argument in enumerate(target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(
+                node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            )
+    return found
+
+
+def _written_by_bodies(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
+    found = dict(bodies(gm, node))
+    pure = found and not any(
+        written_args(body, inner)
+        for body in found.values()
+        for inner in body.graph.nodes
+    )
+    if pure:
+        return ()
+    return tuple(
+        n for n in node.all_input_nodes if n.op != "get_attr" or n.target not in found
+    )
+
+
+def _nodes(values: Iterable[Any]) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    for value in values:
+        if isinstance(value, fx.Node):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _nodes(value)
+        elif isinstance(value, dict):
+            found += _nodes(value.values())
+    return found
