@@ -91,11 +91,11 @@ def _tap_tensor(
     if converts:
         reason = "converted"
     elif copied_before:
-        reason = aliases.reason_to_copy(source.args[0], source, what)  # type: ignore[arg-type]
+        reason = _reason(aliases, source.args[0], source, what)  # type: ignore[arg-type]
         if not reason:
             source = source.args[0]  # type: ignore[assignment]
     else:
-        reason = aliases.reason_to_copy(source, mark, what)
+        reason = _reason(aliases, source, mark, what)
         if not reason and TAP in source.meta:
             reason = "recorded twice"
     value = source
@@ -110,6 +110,18 @@ def _tap_tensor(
         f"copied: {reason}" if reason else "no copy: nothing writes to it"
     )
     return str(value.meta[COPY])
+
+
+def _reason(aliases: Aliases, source: fx.Node, at: fx.Node, what: str) -> str:
+    """Why a value has to be copied at a node; empty if it need not be.
+
+    The fake tensors of an exported graph do not tell what shares memory: export makes
+    them anew (``dropout`` of an evaluated model does not look like its argument there),
+    and a program that was loaded has none of the model's.
+    """
+    if _is_aten(source):
+        return "an exported graph does not tell what shares memory"
+    return aliases.reason_to_copy(source, at, what)
 
 
 def _is_copy(source: fx.Node, leaf: Leaf) -> bool:
