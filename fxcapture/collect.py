@@ -175,7 +175,9 @@ def begin(
         if initial:
             store = collector.stores[record]
             if not store.entries and store.wants_next():
-                return by_value(_first_argument(first, args, kwargs))
+                value = _first_argument(first, args, kwargs)
+                store.remember(value)
+                return by_value(value)
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -180,7 +181,8 @@ def warn_cache(cls: type) -> None:
     )
 
 
-_selections: dict[str, set[Any]] = {}
+_selections: weakref.WeakKeyDictionary[nn.Module, set[Any]]
+_selections = weakref.WeakKeyDictionary()
 
 
 def _count_selection(
@@ -188,16 +190,15 @@ def _count_selection(
 ) -> None:
     """Say so once when a model was traced for many selections."""
     limit = torch._dynamo.config.recompile_limit
-    name = f"{type(model).__module__}.{type(model).__qualname__}"
     with _warned_lock:
-        seen = _selections.setdefault(name, set())
+        seen = _selections.setdefault(model, set())
         seen.add((names, asked))
-        reached = len(seen) >= limit
+        reached = len(seen) == limit
     if reached:
-        _warn_once(
-            ("limit", name),
-            f"{type(model).__name__} has been compiled for {len(seen)} selections, and "
+        warnings.warn(
+            f"{type(model).__name__} has been compiled for {limit} selections, and "
             f"torch._dynamo.config.recompile_limit is {limit}: further ones may run "
-            "without compilation. Compile with fxcapture.compile, which needs one trace "
-            "for all selections, or raise the limit",
+            "without compilation. Compile with fxcapture.compile, which needs one "
+            "trace for all selections, or raise the limit",
+            stacklevel=4,
         )

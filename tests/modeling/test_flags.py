@@ -82,37 +82,55 @@ def test_a_flag_selects_positions_of_the_full_tuple(value: Any, want: Any) -> No
         assert_same(record, [h if i in want else None for i, h in enumerate(states)])
 
 
+@torch._dynamo.config.patch(recompile_limit=64)
 def test_every_selection_in_a_row_compiled_cold_with_fullgraph() -> None:
     model = Model()
     states = expected(model, X)
-    torch._dynamo.config.recompile_limit = 64
     counter = CompileCounter()
     compiled = torch.compile(model, backend=counter, fullgraph=True)
-    try:
-        with pytest.warns(UserWarning, match="compiled for"):
-            torch._dynamo.config.recompile_limit = 8
-            model_warns = Model()
-            other = torch.compile(model_warns, backend="eager")
-            for i in range(4):
-                other(X, output_hidden_states=[i])
-                other(X, output_hidden_states=[i, i + 1, 7])
-        torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = 64
-        for value, want in SELECTIONS:
-            record = compiled(X, output_hidden_states=value).hidden_states
-            assert picked(record) == want, value
-            if want is not None:
-                assert_same(
-                    record, [h if i in want else None for i, h in enumerate(states)]
-                )
-        graphs = counter.frame_count
-        for value, _ in SELECTIONS:
-            compiled(X, output_hidden_states=value)
-        assert counter.frame_count == graphs
-        assert graphs <= len(SELECTIONS)
-    finally:
-        torch._dynamo.config.recompile_limit = 8
+    for value, want in SELECTIONS:
+        record = compiled(X, output_hidden_states=value).hidden_states
+        assert picked(record) == want, value
+        if want is not None:
+            assert_same(
+                record, [h if i in want else None for i, h in enumerate(states)]
+            )
+    graphs = counter.frame_count
+    for value, _ in SELECTIONS:
+        compiled(X, output_hidden_states=value)
+    assert counter.frame_count == graphs
+    assert graphs <= len(SELECTIONS)
     assert overrides(model) == []
+
+
+def test_seven_selections_are_seven_graphs_at_most_and_none_on_a_repeat() -> None:
+    model = Model()
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    seven = [None, True, [1], [2], [1, 2], [0, -2], -1]
+    for value in seven:
+        compiled(X, output_hidden_states=value)
+    assert counter.frame_count <= 7
+    before = counter.frame_count
+    for value in seven:
+        compiled(X, output_hidden_states=value)
+    assert counter.frame_count == before
+
+
+def test_one_warning_before_the_users_recompile_limit_is_reached() -> None:
+    class Warned(Model):
+        pass
+
+    compiled = torch.compile(Warned(), backend="eager", fullgraph=True)
+    for i in range(6):
+        compiled(X, output_hidden_states=[i])
+    with pytest.warns(UserWarning, match="compiled for") as caught:
+        for selection in ([0, 1], [0, 2]):
+            compiled(X, output_hidden_states=selection)
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert "recompile_limit is 8" in text
+    assert "Compile with fxcapture.compile" in text
 
 
 def test_past_the_users_recompile_limit_values_stay_right() -> None:
