@@ -26,7 +26,7 @@ from fxcapture import _compat, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.frontends import export as frontend
 from fxcapture.frontends.dynamo import fused_attention
-from fxcapture.manifest import Manifest
+from fxcapture.manifest import Manifest, OutputInfo, RecordLayout
 from fxcapture.plan import match, reducers_of, resolve
 from fxcapture.records import Captured, Records
 from fxcapture.sites import SiteTable
@@ -98,29 +98,31 @@ def export(
     program, records, outputs = frontend.attach(
         traced, marked, plan, keep_output=keep_output
     )
-    manifest = Manifest(
-        spec=_spec_json(spec),
+    manifest = make_manifest(spec, keep_output, records, outputs)
+    return CapturedProgram(program, manifest, sites=marked.sites)
+
+
+def make_manifest(
+    spec: CaptureSpec,
+    keep_output: bool,
+    records: tuple[RecordLayout, ...],
+    outputs: tuple[OutputInfo, ...],
+) -> Manifest:
+    """The manifest of a program that this process makes."""
+    try:
+        text: str | None = spec.to_json()
+    except SpecError:
+        text = None
+    return Manifest(
+        spec=text,
         spec_text=repr(spec),
         keep_output=keep_output,
         records=records,
         outputs=outputs,
-        versions=versions(),
-    )
-    return CapturedProgram(program, manifest, sites=marked.sites)
-
-
-def _spec_json(spec: CaptureSpec) -> str | None:
-    try:
-        return spec.to_json()
-    except SpecError:
-        return None
-
-
-def versions() -> tuple[tuple[str, str], ...]:
-    """What a manifest says made it."""
-    return (
-        ("fxcapture", fxcapture.__version__),
-        ("torch", str(torch.__version__)),
+        versions=(
+            ("fxcapture", fxcapture.__version__),
+            ("torch", str(torch.__version__)),
+        ),
     )
 
 

@@ -10,9 +10,6 @@ Invariants
     The overrides stand in the model's instances while the export lasts, in both modes,
     and are gone after it, also if it failed.
     The program that comes in is not changed.
-    The names of added outputs are ``{record}_{position}``, followed by the element's
-    name where a position is a container.  They are node names too, since ONNX and other
-    consumers call outputs by these.
 """
 
 from __future__ import annotations
@@ -34,18 +31,16 @@ from torch.export.graph_signature import (
     InputKind,
     OutputKind,
     OutputSpec,
-    SymIntArgument,
-    TensorArgument,
 )
 
 from fxcapture import _compat, passes
 from fxcapture.errors import FxCaptureError, GraphError, TraceError
-from fxcapture.manifest import OutputInfo, RecordLayout, SlotLayout
+from fxcapture.frontends.name_outputs import OutputNamer
+from fxcapture.manifest import OutputInfo, RecordLayout
 from fxcapture.mark import Reducers, Target, emit_mark, enter, leave
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.collect_marks import MarkedSites
-from fxcapture.plan import Plan, Slot
-from fxcapture.structure import Structure
+from fxcapture.plan import Plan
 
 __all__ = ["attach", "overridden", "trace", "with_plain_output"]
 
@@ -69,7 +64,7 @@ def overridden(
                 own.__signature__ = signature  # type: ignore[attr-defined]
             yield
         finally:
-            leave(saved)
+            leave(model, saved)
 
 
 def trace(
@@ -114,6 +109,7 @@ def attach(
     plan: Plan,
     *,
     keep_output: bool,
+    graph_module: fx.GraphModule | None = None,
 ) -> tuple[ExportedProgram, tuple[RecordLayout, ...], tuple[OutputInfo, ...]]:
     """A copy of a marked program that returns what the plan wants.
 
@@ -122,14 +118,15 @@ def attach(
         marked: Its sites.
         plan: What to bring out.
         keep_output: Whether to return the model's own output too.
+        graph_module: The marked graph, if it is not the program's own.
 
     Raises:
         UnreachableValueError: a wanted value cannot leave a sub-graph.
         GraphError: a pass broke the graph (our bug).
     """
     old = program.graph_signature
-    source = program.graph_module
-    own_specs = list(old.output_specs)
+    source = program.graph_module if graph_module is None else graph_module
+    own_specs = copy.deepcopy(old.output_specs)
     if not keep_output:
         source = passes.copy_graph_module(source)
         own_specs = _drop_user_outputs(source, own_specs)
@@ -141,7 +138,9 @@ def attach(
         prune=not keep_output,
     )
     keys: tuple[TapKey, ...] = made.meta.pop(passes.OUTPUTS)
-    layouts, infos, specs = _Namer(made, keys, plan, marked).run(len(own_specs))
+    before = {node: node.name for node in made.graph.nodes}
+    layouts, infos, specs = OutputNamer(made, keys, plan, marked).run(len(own_specs))
+    renamed = {old: node.name for node, old in before.items() if old != node.name}
     _refresh_names(made, own_specs)
     input_specs = list(old.input_specs)
     if not keep_output:
@@ -151,7 +150,7 @@ def attach(
         input_specs=input_specs, output_specs=[*own_specs, *specs]
     )
     return (
-        _rebuilt(program, made, signature, [i.name for i in infos], keep_output),
+        _rebuilt(program, made, signature, infos, renamed, keep_output),
         layouts,
         infos,
     )
@@ -161,10 +160,21 @@ def _rebuilt(
     program: ExportedProgram,
     made: fx.GraphModule,
     signature: ExportGraphSignature,
-    names: Sequence[str],
+    added: Sequence[OutputInfo],
+    renamed: Mapping[str, str],
     keep_output: bool,
 ) -> ExportedProgram:
     calls = _copy_calls(program)
+    for entry in calls:
+        for argument in (
+            entry.signature.inputs + entry.signature.outputs
+            if (entry.signature)
+            else ()
+        ):
+            argument.name = renamed.get(argument.name, argument.name)
+        if not keep_output and entry.fqn:
+            entry.signature = None  # it may name nodes that are gone
+    names = [info.name for info in added]
     root = next(entry for entry in calls if entry.fqn == "")
     if root.signature is None:
         raise GraphError("the exported program has no signature for its root")
@@ -289,125 +299,3 @@ def _refresh_names(gm: fx.GraphModule, specs: Sequence[OutputSpec]) -> None:
     for i, spec in enumerate(specs):
         if isinstance(outputs[i], fx.Node) and spec.arg.name != outputs[i].name:
             specs[i].arg = type(spec.arg)(name=outputs[i].name)  # type: ignore[call-arg]
-
-
-class _Namer:
-    """Gives every slot outputs of its own, named after the record."""
-
-    def __init__(
-        self,
-        gm: fx.GraphModule,
-        keys: Sequence[TapKey],
-        plan: Plan,
-        marked: MarkedSites,
-    ) -> None:
-        self._gm = gm
-        self._plan = plan
-        self._sites = marked.sites
-        outputs: Any = gm.graph.output_node().args[0]
-        self._node_of = dict(
-            zip(keys, outputs[len(outputs) - len(keys) :], strict=True)
-        )
-        self._used: set[fx.Node] = set()
-        self._nodes: list[fx.Node] = []
-        self._names: set[str] = set()
-
-    def run(
-        self, num_own: int
-    ) -> tuple[tuple[RecordLayout, ...], tuple[OutputInfo, ...], list[OutputSpec]]:
-        """Name the outputs in the order of the records.
-
-        Args:
-            num_own: Number of outputs in front of the taps.
-        """
-        layouts = []
-        for record in self._plan.records:
-            layouts.append(
-                RecordLayout(
-                    name=record.name,
-                    paths=record.paths,
-                    slots=tuple(
-                        slot and self._slot(slot, f"{record.name}_{position}")
-                        for position, slot in enumerate(record.slots)
-                    ),
-                )
-            )
-        output = self._gm.graph.output_node()
-        own: Any = output.args[0]
-        output.args = ((*own[:num_own], *self._nodes),)
-        return (
-            tuple(layouts),
-            tuple(map(_info, self._nodes)),
-            list(map(_output_spec, self._nodes)),
-        )
-
-    def _slot(self, slot: Slot, base: str) -> SlotLayout:
-        site = self._sites[slot.site]
-        known = site.entry_sizes if slot.entry else site.sizes
-        parts = dict(_leaf_names(slot.structure))
-        tensors = tuple(
-            (i, self._output(TapKey(slot.site, leaf=leaf), base + parts["tensor", i]))
-            for i, leaf in slot.leaves
-        )
-        sizes: list[tuple[int, int | str]] = []
-        for i in slot.sizes:
-            size = known[i]
-            if size is None:
-                key = TapKey(slot.site, size=(slot.entry, i))
-                sizes.append((i, self._output(key, base + parts["int", i])))
-            else:
-                sizes.append((i, size))
-        return SlotLayout(structure=slot.structure, tensors=tensors, sizes=tuple(sizes))
-
-    def _output(self, key: TapKey, wanted: str) -> str:
-        node = self._node_of[key]
-        if node in self._used:
-            node = self._again(node)
-        self._used.add(node)
-        name = wanted = re.sub(r"\W", "_", wanted)
-        number = 1
-        while name in self._names or not _compat.rename_node(node, name):
-            name = f"{wanted}_{number}"
-            number += 1
-        self._names.add(name)
-        self._nodes.append(node)
-        return name
-
-    def _again(self, node: fx.Node) -> fx.Node:
-        """One more output with the same value, for a second record."""
-        graph = self._gm.graph
-        with graph.inserting_before(graph.output_node()):
-            if isinstance(node.meta.get("val"), torch.Tensor):
-                made = graph.call_function(torch.ops.aten.clone.default, (node,))
-            else:
-                made = graph.call_function(node.target, node.args, node.kwargs)  # type: ignore[arg-type]
-        made.meta = dict(node.meta)
-        return made
-
-
-def _leaf_names(
-    structure: Structure, path: str = ""
-) -> Iterator[tuple[tuple[str, int], str]]:
-    """(kind, index) of each leaf with what its name adds to the position's."""
-    if structure.kind in ("tensor", "int"):
-        yield (structure.kind, structure.index), path
-    names = structure.keys or getattr(structure.cls, "_fields", ())
-    for i, child in enumerate(structure.children):
-        yield from _leaf_names(child, f"{path}_{names[i] if names else i}")
-
-
-def _info(node: fx.Node) -> OutputInfo:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return OutputInfo(name=node.name, dtype="int", shape=())
-    return OutputInfo(
-        name=node.name,
-        dtype=str(value.dtype).removeprefix("torch."),
-        shape=tuple(s if isinstance(s, int) else str(s) for s in value.shape),
-    )
-
-
-def _output_spec(node: fx.Node) -> OutputSpec:
-    tensor = isinstance(node.meta.get("val"), torch.Tensor)
-    arg = TensorArgument(node.name) if tensor else SymIntArgument(node.name)
-    return OutputSpec(kind=OutputKind.USER_OUTPUT, arg=arg, target=None)
