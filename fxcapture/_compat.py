@@ -414,3 +414,34 @@ def flop_formula(target: Any) -> Callable[..., Any] | None:
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
         return lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)
     return flop_registry.get(packet)
+
+
+# --------------------------------------------------------------------------------------
+# Function transforms
+# --------------------------------------------------------------------------------------
+
+
+def register_records(cls: type) -> None:
+    """Make a records class a pytree, so that transforms can return it.
+
+    ``torch.utils._pytree`` is what torch.func, vmap and make_fx flatten with; torch has
+    no public registry.
+    """
+    from torch.utils import _pytree
+
+    if cls in _pytree.SUPPORTED_NODES:
+        return
+
+    def flatten(records: Any) -> tuple[list[Any], Any]:
+        return list(records._values.values()), (
+            tuple(records._values),
+            tuple(records._paths.items()),
+        )
+
+    def unflatten(values: Any, context: Any) -> Any:
+        names, paths = context
+        return cls(dict(zip(names, values, strict=True)), dict(paths))
+
+    _pytree.register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name="fxcapture.Records"
+    )

@@ -122,6 +122,7 @@ class Frame:
         selection: Positions that replace the spec's, in canonical form.
         whole: The call runs as one graph, which delivers finished records.
         spec: The program's spec.
+        inputs: The inputs of reductions, by name.
 
     Attributes:
         events: What the call produced so far, in call order, if it is not whole.
@@ -131,7 +132,7 @@ class Frame:
     """
 
     __slots__ = (
-        "_windows", "delivered", "error", "events", "owner", "selection",
+        "_made", "_spec", "delivered", "error", "events", "inputs", "owner", "selection",
         "started", "whole",
     )  # fmt: skip
 
@@ -142,21 +143,29 @@ class Frame:
         *,
         whole: bool,
         spec: CaptureSpec,
+        inputs: Mapping[str, Any] | None = None,
     ) -> None:
         self.owner = owner
+        self.inputs: Mapping[str, Any] = inputs or {}
         self.selection = selection
         self.whole = whole
         self.events: list[Event] = []
         self.delivered: Records | None = None
         self.started = False
         self.error: Exception | None = None
-        self._windows: dict[str, _Window] = {}
-        if not whole:
-            chosen = dict(selection)
-            self._windows = {
+        self._spec = spec
+        self._made: dict[str, _Window] | None = None
+
+    @property
+    def _windows(self) -> dict[str, _Window]:
+        # Made when the first event comes: a whole run has none.
+        if self._made is None:
+            chosen = dict(self.selection)
+            self._made = {
                 name: _Window(chosen.get(name, tap.select), tap.initial)
-                for name, tap in spec.items()
+                for name, tap in self._spec.items()
             }
+        return self._made
 
     def wants(self, records: Iterable[str]) -> bool:
         """Whether the next hit of any of these records may be selected."""

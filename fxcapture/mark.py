@@ -33,7 +33,9 @@ import torch
 from torch import nn
 
 from fxcapture import _compat
+from fxcapture.attention import Attention, FusedCall, WatchFused, attention_weights
 from fxcapture.errors import ElementError
+from fxcapture.reductions import Reducers
 from fxcapture.structure import encode, parse
 
 __all__ = [
@@ -77,6 +79,10 @@ def _no_op(
 # CompositeExplicitAutograd and not CompositeImplicitAutograd: tracers must see the op.
 _LIBRARY.impl("mark", _no_op, "CompositeExplicitAutograd")
 torch.library.register_fake("fxcapture::mark", _no_op, lib=_LIBRARY)
+# Under vmap a mark observes what it would without: it computes nothing.
+torch.library.register_vmap(
+    "fxcapture::mark", lambda info, in_dims, *args: (None, None), lib=_LIBRARY
+)
 MARK = torch.ops.fxcapture.mark.default
 torch.fx.node.has_side_effect(MARK)
 
@@ -87,7 +93,8 @@ class Request(NamedTuple):
     Attributes:
         record: The record's name.
         output: The tap's ``output``.
-        entry: Which of the target's ``entries`` to reduce; -1 for none.
+        entry: Which of the target's ``entries`` to reduce, or behind them which of its
+            ``attention``; -1 for none.
         result: Whether to reduce the result.
     """
 
@@ -109,6 +116,7 @@ class Target(NamedTuple):
         names: Parameter names of ``forward``, in order.
         defaults: Their default values, where they are plain constants.
         requests: The reductions to compute.
+        attention: Which attention weights to compute, of each fused call it makes.
     """
 
     path: str
@@ -118,6 +126,7 @@ class Target(NamedTuple):
     names: tuple[str, ...]
     defaults: tuple[Any, ...]
     requests: tuple[Request, ...]
+    attention: tuple[Attention, ...] = ()
 
 
 class Observation(NamedTuple):
@@ -129,11 +138,13 @@ class Observation(NamedTuple):
         token: Stands for the module where one graph serves several of them; the path is
             then that of their group.
         result: Tensor leaves of the result; the model's own, not copied.
-        derived: Tensor leaves of the entries, copied on entry, then the reductions.
+        derived: Tensor leaves of the entries, copied on entry, then attention weights,
+            then the reductions.
         sizes: Integer leaves of the result.
         entry_sizes: Integer leaves of the entries.
         structure: Structure of the result, see :mod:`fxcapture.structure`.
-        entries: Structure of the copied arguments, a tuple.
+        entries: Structure of the copied arguments, a tuple; behind them, for each of the
+            target's ``attention``, a tuple of the weights of each fused call.
         path: The module's path.
         hooked: The result is what the forward hooks made of a call that has just given
             an observation of its own.
@@ -151,9 +162,8 @@ class Observation(NamedTuple):
 
 
 Emit = Callable[[Observation], None]
-Reducers = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
-#: What ``enter`` changed: (instance dict, key, whether it was there, what was there).
-Saved = list[tuple[dict[str, Any], str, bool, Any]]
+#: What ``enter`` changed: (target, whether the key was there, what was there).
+Saved = list[tuple[Target, bool, Any]]
 
 
 def emit_mark(seen: Observation) -> None:
@@ -179,7 +189,7 @@ def enter(
     for target in targets:
         module = find(model, target)
         slot = module.__dict__
-        saved.append((slot, target.key, target.key in slot, slot.get(target.key)))
+        saved.append((target, target.key in slot, slot.get(target.key)))
         slot[target.key] = observe(
             getattr(module, target.key), target, emit, reducers
         )
@@ -198,13 +208,20 @@ def find(model: nn.Module, target: Target) -> nn.Module:
     return module
 
 
-def leave(saved: Saved) -> None:
-    """Undo ``enter``; in reverse, since one module may stand in the list twice."""
-    for slot, key, present, value in reversed(saved):
+def leave(model: nn.Module, saved: Saved) -> None:
+    """Undo ``enter``; in reverse, since one module may stand in the list twice.
+
+    Dynamo loses the undoing where it has traced the body of a conditional or a loop in
+    between: it goes back to what it knew before the body, and the dictionary that is
+    written here is not the one it replays (torch 2.13 and 2.14).  Whoever traces a scope
+    has to look for such operators, see ``passes.forgets_overrides``.
+    """
+    for target, present, value in reversed(saved):
+        slot = find(model, target).__dict__
         if present:
-            slot[key] = value
+            slot[target.key] = value
         else:
-            del slot[key]
+            del slot[target.key]
 
 
 def observe(
@@ -216,6 +233,36 @@ def observe(
         return _observed(original, args, kwargs, target, None, emit, reducers)
 
     return forward
+
+
+def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str]:
+    """Undo overrides that a traced scope has left in the instances.
+
+    It should leave none.  What Dynamo makes of a scope depends on everything that is
+    traced between its ends, so whoever runs new code of Dynamo's looks once.
+
+    Returns:
+        Paths of the modules where one was left.
+    """
+    found = []
+    for target in targets:
+        slot = find(model, target).__dict__
+        left = slot.get(target.key)
+        if getattr(left, "__code__", None) is _OVERRIDE_CODE:
+            names = left.__code__.co_freevars
+            cells = dict(zip(names, left.__closure__, strict=True))
+            original = cells["original"].cell_contents
+            found.append(target.path)
+            if getattr(original, "__self__", None) is find(model, target):
+                del slot[target.key]
+            else:
+                slot[target.key] = original
+    return found
+
+
+_OVERRIDE_CODE = observe(
+    len, Target("", (), "forward", (), (), (), ()), emit_mark, {}
+).__code__
 
 
 def observe_any(
@@ -269,10 +316,22 @@ def _observed(
         # Copied now: the module may write to its input before it returns.
         derived = [t.clone() for t in seen]
         for request in target.requests:
-            if request.entry >= 0:
+            if 0 <= request.entry < len(target.entries):
                 for i in entry_leaves(entries, request.entry):
                     reduced.append(reducers[request.record](derived[i]))
-    value = original(*args, **kwargs)
+    if target.attention:
+        calls: list[FusedCall] = []
+        with WatchFused(calls):
+            value = original(*args, **kwargs)
+        entries = with_attention(entries, len(target.attention), len(calls))
+        for wanted in target.attention:
+            derived = derived + [attention_weights(call, wanted) for call in calls]
+        for request in target.requests:
+            if request.entry >= len(target.entries):
+                for i in entry_leaves(entries, request.entry):
+                    reduced.append(reducers[request.record](derived[i]))
+    else:
+        value = original(*args, **kwargs)
     result: list[torch.Tensor] = []
     sizes: list[int] = []
     structure = encode(value, result, sizes)
@@ -339,6 +398,14 @@ def element_leaves(text: str, output: int | str | None) -> tuple[int, ...]:
 def entry_leaves(text: str, entry: int) -> tuple[int, ...]:
     """Tensor leaves of one of the copied arguments."""
     return tuple(parse(text).children[entry].leaves("tensor"))
+
+
+@torch.compiler.assume_constant_result
+def with_attention(entries: str, num_wanted: int, num_calls: int) -> str:
+    """The structure of the entries with that of the attention weights behind them."""
+    own = entries.removeprefix("t(").removesuffix(")")
+    weights = "t(" + ",".join(["T"] * num_calls) + ")"
+    return "t(" + ",".join(([own] if own else []) + [weights] * num_wanted) + ")"
 
 
 class Parameters(NamedTuple):

@@ -27,10 +27,18 @@ from fxcapture import _compat, passes
 from fxcapture.errors import FxCaptureError, TraceError
 from fxcapture.frame import Event, Frame, active_frame
 from fxcapture.frontends.graph_program import Piece, WholeGraph
+from fxcapture.frontends.inputs import defer_reductions, find_inputs
 from fxcapture.frontends.overrides import Overrides
-from fxcapture.mark import Observation, emit_mark, enter, leave
+from fxcapture.mark import (
+    Observation,
+    emit_mark,
+    enter,
+    leave,
+    restore_left_behind,
+)
 from fxcapture.plan import Match, Plan, Slot, leaves_of, match, reducers_of, resolve
 from fxcapture.records import Records
+from fxcapture.reductions import bind_inputs
 from fxcapture.selector import Selector
 from fxcapture.sites import Site, SiteTable
 from fxcapture.spec import CaptureSpec
@@ -86,11 +94,17 @@ class DynamoProgram:
         self.bound: Match = match(spec, model)
         self.last_sites = SiteTable()
         self.regional = regions is not None
+        self._pieces_for_good = self.regional
         self.break_reason: str | None = "regions= was given" if self.regional else None
         self.compiled: list[WholeGraph | Piece] = []
         self._numbers = itertools.count()
         self._overrides = Overrides(
-            model, spec, self._emit, self.reducers, regions, self._run_region
+            model,
+            spec,
+            self._emit,
+            defer_reductions(self.reducers, _current_inputs),
+            regions,
+            self._run_region,
         )
         self._region_functions: dict[type, Callable[..., Any]] = {}
         settings = {"dynamic": dynamic, **compile_kwargs}
@@ -100,7 +114,10 @@ class DynamoProgram:
         settings["isolate_recompiles"] = True
         self._settings = settings
         self._run_pieces = torch.compile(
-            _own_code(_call_model), backend=self._backend, fullgraph=False, **settings
+            _own_code(_call_model),
+            backend=self._backend,
+            fullgraph=fullgraph and not self.regional,
+            **settings,
         )
 
     def next_graph_number(self) -> int:
@@ -121,12 +138,12 @@ class DynamoProgram:
             self.bound = match(self.spec, model)
             return self.bound.targets
 
-        def captured(*args: Any, **kwargs: Any) -> Any:
-            saved = enter(model, targets(), emit_mark, reducers)
+        def captured(inputs: Any, /, *args: Any, **kwargs: Any) -> Any:
+            saved = enter(model, targets(), emit_mark, bind_inputs(reducers, inputs))
             try:
                 output = model(*args, **kwargs)
             finally:
-                leave(saved)
+                leave(model, saved)
             return output if keep_output else None
 
         return _own_code(captured)
@@ -137,11 +154,21 @@ class DynamoProgram:
             return self.inner(passes.without_marks(gm), list(example_inputs))
         made: WholeGraph | Piece
         try:
+            if frame.whole and passes.reuses_bodies(gm):
+                raise _RunInPieces(
+                    "a nested compile region has one body for several calls, in which "
+                    "only tokens can tell the modules apart"
+                )
+            if frame.whole and passes.forgets_overrides(gm):
+                raise _RunInPieces(
+                    "the graph has a conditional, a loop or another operator with a "
+                    "body, through which Dynamo cannot trace the undoing of overrides"
+                )
             if frame.whole:
                 made = WholeGraph(self, gm, example_inputs, frame.selection)
             else:
                 made = Piece(self, gm, example_inputs)
-        except FxCaptureError as error:
+        except (FxCaptureError, _RunInPieces) as error:
             frame.error = error
             raise
         self.compiled.append(made)
@@ -150,24 +177,34 @@ class DynamoProgram:
     # -- calls -------------------------------------------------------------------------
 
     def __call__(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], selection: Any
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        selection: Any,
+        capture_inputs: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Records]:
         """Run the model once; its output (or ``None``) and the records."""
+        inputs = find_inputs(self.spec, self.model, args, kwargs, capture_inputs)
         with fused_attention(not self.bound.inside_fused):
             if self.break_reason is None:
-                done = self._call_whole(args, kwargs, selection)
+                done = self._call_whole(args, kwargs, selection, inputs)
                 if done is not None:
                     return done
-            return self._call_in_pieces(args, kwargs, selection)
+            return self._call_in_pieces(args, kwargs, selection, inputs)
 
     def _call_whole(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], selection: Any
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        selection: Any,
+        inputs: dict[str, Any],
     ) -> tuple[Any, Records] | None:
         """Run as one graph; ``None`` if the model has to be run in pieces."""
         frame = Frame(self, selection, whole=True, spec=self.spec)
         token = active_frame.set(frame)
+        compiled = len(self.compiled)
         try:
-            output = self._run_whole(*args, **kwargs)
+            output = self._run_whole(inputs or None, *args, **kwargs)
         except Exception as error:
             if frame.started:
                 raise  # the model's own error, from the running graph
@@ -175,11 +212,20 @@ class DynamoProgram:
             return None
         finally:
             active_frame.reset(token)
+        if len(self.compiled) != compiled:
+            left = restore_left_behind(self.model, self.bound.targets)
+            if left:
+                self.break_reason = f"Dynamo did not undo the override of {left[0]!r}"
+                self._pieces_for_good = True
         # Dynamo makes no graph of a call that computes nothing.
         return output, frame.delivered or self._records_of(frame)
 
     def _cannot_run_whole(self, error: Exception, frame: Frame) -> None:
         """Decide what an error of Dynamo's means: ours, the user's, or a graph break."""
+        if isinstance(frame.error, _RunInPieces):
+            self.break_reason = str(frame.error)
+            self._pieces_for_good = True
+            return
         if frame.error is not None:
             raise frame.error from None
         if isinstance(error, _compat.BackendCompilerFailed):
@@ -191,16 +237,21 @@ class DynamoProgram:
             if breaks:
                 raise _not_traceable(self.model, str(error)) from error
             raise error
-        if breaks and not isinstance(error, _compat.RecompileLimitHit):
+        once = isinstance(error, _compat.RecompileLimitHit) or _compat.in_transform()
+        if breaks and not once:
             # Nothing of the model has run yet, so it can start over; and it is not tried
             # as one graph again, since each try is a trace.
             self.break_reason = str(error)
         _log.info("running in pieces: %s", error)
 
     def _call_in_pieces(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], selection: Any
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        selection: Any,
+        inputs: dict[str, Any],
     ) -> tuple[Any, Records]:
-        frame = Frame(self, selection, whole=False, spec=self.spec)
+        frame = Frame(self, selection, whole=False, spec=self.spec, inputs=inputs)
         token = active_frame.set(frame)
         try:
             with self._overrides:
@@ -212,7 +263,7 @@ class DynamoProgram:
         except Exception as error:
             if frame.error is not None:
                 raise frame.error from None
-            if not isinstance(error, _compat.DynamoError) and not self.regional:
+            if not isinstance(error, _compat.DynamoError) and not self._pieces_for_good:
                 # The model raised; that may have been all that stopped the trace.
                 self.break_reason = None
             raise
@@ -302,6 +353,15 @@ class DynamoProgram:
             for record in plan.records
         }
         return Records(values, {r.name: r.paths for r in plan.records})
+
+
+class _RunInPieces(Exception):  # noqa: N818 - a signal to ourselves, not an error
+    """A graph that cannot be captured from a traced scope: run it with real overrides."""
+
+
+def _current_inputs() -> Mapping[str, Any]:
+    frame = active_frame.get()
+    return {} if frame is None else frame.inputs
 
 
 def _call_model(

@@ -11,6 +11,7 @@ Terms
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,8 +22,9 @@ from torch import fx
 from fxcapture import _compat, passes
 from fxcapture.frame import Event, Frame, active_frame
 from fxcapture.passes.base import TapKey
-from fxcapture.plan import Leaf, Plan, Slot, leaves_of, resolve
+from fxcapture.plan import Leaf, Plan, Slot, named_leaves_of, resolve
 from fxcapture.records import Records
+from fxcapture.reductions import Reduction
 from fxcapture.sites import Site, SiteTable, replace_path
 
 if TYPE_CHECKING:
@@ -228,14 +230,24 @@ class Piece:
         kept = _kept_graph(marked_graph)
         self.sites = passes.mark_sites(kept, graph=self.number, classes=bound.classes)
         self._tokens = passes.locate_tokens(kept)
+        self._deferred: dict[tuple[int, Leaf], tuple[Leaf, Reduction]] = {}
+        # A site of a group is spoken of as one of its members.
+        stand_ins = [replace_path(s, program.representative(s.path)) for s in self.sites]
         marked = passes.MarkedSites(
-            SiteTable(self.sites), tuple((i, i) for i in range(len(self.sites)))
+            SiteTable(stand_ins), tuple((i, i) for i in range(len(stand_ins)))
         )
         wanted: dict[int, dict[Leaf, None]] = {}
         sizes: dict[int, dict[tuple[bool, int], None]] = {}
-        for i, site in enumerate(self.sites):
-            stand_in = replace_path(site, program.representative(site.path))
-            wanted[i] = dict.fromkeys(leaves_of(program.spec, bound, stand_in))
+        for i, (site, stand_in) in enumerate(zip(self.sites, stand_ins, strict=True)):
+            wanted[i] = {}
+            for name, leaf in named_leaves_of(program.spec, bound, stand_in):
+                reduce = program.spec[name].reduce
+                if isinstance(reduce, Reduction) and reduce.source is not None:
+                    # The graph does not see the call's inputs: reduced behind it.
+                    whole = dataclasses.replace(leaf, dtype=None, device=None)
+                    self._deferred[i, whole] = (leaf, reduce)
+                    leaf = whole
+                wanted[i][leaf] = None
             sizes[i] = dict.fromkeys(
                 [(False, k) for k in range(len(site.sizes))]
                 + [(True, k) for k in range(len(site.entry_sizes))]
@@ -250,6 +262,7 @@ class Piece:
         self._all_inputs = len(self._inputs) == len(example_inputs)
         self._num_own = num_own_outputs(self._graph_module)
         self._places = places_of(self._graph_module)
+        self._flags = {k.site: i for k, i in self._places.items() if k.ran}
         self._call: Compiled = program.inner(
             self._graph_module, [example_inputs[i] for i in self._inputs]
         )
@@ -268,10 +281,17 @@ class Piece:
         sizes: dict[tuple[int, bool, int], int] = {}
         for key, place in self._places.items():
             if key.leaf is not None:
-                tensors.setdefault(key.site, {})[key.leaf] = values[place]
+                leaf, value = key.leaf, values[place]
+                if (key.site, leaf) in self._deferred:
+                    leaf, reduce = self._deferred[key.site, leaf]
+                    source = frame.inputs[str(reduce.source)]
+                    value = leaf.snapshot(reduce.apply(value, source))
+                tensors.setdefault(key.site, {})[leaf] = value
             elif key.size is not None:
                 sizes[key.site, *key.size] = int(values[place])
         for i, site in enumerate(self.sites):
+            if i in self._flags and not values[self._flags[i]]:
+                continue  # a branch that did not run
             token = self._tokens[i]
             if token is not None:
                 site = replace_path(site, self._program.path_of_token(args[token]))

@@ -3,6 +3,9 @@
 =====================  ===============================================================
 ``collect_marks``      read the sites of a marked graph (an analysis)
 ``insert_taps``        copy each wanted value at its mark
+``flag_branches``      tell which branch of a conditional ran
+``inspect_regions``    what the higher-order operators mean (analyses)
+``leave_transforms``   unwrap taps that stand inside vmap, grad or jvp
 ``lift_taps``          bring taps out of higher-order operators' bodies
 ``extend_outputs``     make taps outputs of the graph
 ``erase_marks``        remove marks and what was computed for them alone
@@ -29,7 +32,14 @@ from fxcapture.passes.collect_marks import (
 from fxcapture.passes.drop_tokens import KEPT_INPUTS, drop_tokens
 from fxcapture.passes.erase_marks import erase_marks
 from fxcapture.passes.extend_outputs import OUTPUTS, extend_outputs
+from fxcapture.passes.flag_branches import flag_branches
 from fxcapture.passes.insert_taps import insert_taps
+from fxcapture.passes.inspect_regions import (
+    forgets_overrides,
+    reuses_bodies,
+    runs_branches,
+)
+from fxcapture.passes.leave_transforms import leave_transforms
 from fxcapture.passes.lift_taps import lift_taps
 from fxcapture.passes.locate_tokens import locate_tokens
 from fxcapture.passes.prune_unneeded import prune_unneeded
@@ -45,13 +55,18 @@ __all__ = [
     "drop_tokens",
     "erase_marks",
     "extend_outputs",
+    "flag_branches",
+    "forgets_overrides",
     "insert_taps",
+    "leave_transforms",
     "lift_taps",
     "locate_tokens",
     "mark_sites",
     "pair_hooked",
     "prune_unneeded",
+    "reuses_bodies",
     "rewrite",
+    "runs_branches",
     "verify_graph",
     "walk",
     "without_marks",
@@ -83,6 +98,8 @@ def rewrite(
     """
     made = copy_graph_module(gm)
     insert_taps(made, marked, wanted, wanted_sizes)
+    flag_branches(made, marked)
+    leave_transforms(made)
     lift_taps(made, marked.sites)
     extend_outputs(made)
     erase_marks(made)

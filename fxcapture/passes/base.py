@@ -41,11 +41,13 @@ class TapKey:
         site: Index into the graph's sites.
         leaf: The tensor; ``None`` for an integer leaf.
         size: (is entry, index) of an integer leaf; ``None`` for a tensor.
+        ran: It is no value, but whether the site's branch ran.
     """
 
     site: int
     leaf: Leaf | None = None
     size: tuple[bool, int] | None = None
+    ran: bool = False
 
 
 @final
@@ -111,7 +113,37 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
         # The copy avoids names of builtins; a signature may mention the node's name.
         new.name = old.name
     made.meta = dict(gm.meta)
-    for node in gm.graph.nodes:
-        for name, body in bodies(gm, node):
-            setattr(made, name, copy_graph_module(body))
+    copied: set[str] = set()
+    for node in list(made.graph.nodes):
+        for name, body in list(bodies(gm, node)):
+            if name not in copied:
+                copied.add(name)
+                setattr(made, name, copy_graph_module(body))
+            elif any(is_mark(n) for _, n, _ in walk(body)):
+                _own_body(made, node, name, copy_graph_module(body))
     return made
+
+
+def _own_body(
+    gm: fx.GraphModule, node: fx.Node, name: str, body: fx.GraphModule
+) -> None:
+    """Give a node a body of its own in place of one that it shares with another.
+
+    Each of the two calls has sites of its own, so their bodies cannot stay the same.
+    """
+    number = 0
+    while hasattr(gm, f"{name}_{number}"):
+        number += 1
+    own = f"{name}_{number}"
+    setattr(gm, own, body)
+    with gm.graph.inserting_before(node):
+        source = gm.graph.get_attr(own)
+    shared = next(
+        a for a in node.all_input_nodes if a.op == "get_attr" and a.target == name
+    )
+    source.meta = dict(shared.meta)
+    node.replace_input_with(shared, source)
+    # invoke_subgraph names its body in a second argument, by which it is cached.
+    node.args = tuple(
+        f"{a}_{own}" if isinstance(a, str) else a for a in node.args
+    )
