@@ -77,7 +77,12 @@ def visible_paths(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def _glob_as_regex(text: str) -> str:
-    return re.escape(text).replace(r"\*\*", ".*").replace(r"\*", r"[^.]*")
+    """A glob as a regular expression for a path that ends in a dot."""
+    pieces = []
+    for segment in text.split("."):
+        inside = re.escape(segment).replace(r"\*", "[^.]*").replace(r"\?", "[^.]")
+        pieces.append(r"(?:[^.]+\.)*" if segment == "**" else rf"(?!\.){inside}\.")
+    return "".join(pieces)
 
 
 def find(model: nn.Module, target: Any, layer_name: str | None) -> list[nn.Module]:
@@ -92,8 +97,13 @@ def find(model: nn.Module, target: Any, layer_name: str | None) -> list[nn.Modul
             if path in taken:
                 continue
             taken.add(path)
-            pattern = target[3:] if target.startswith("re:") else _glob_as_regex(target)
-            fits = re.fullmatch(pattern, path) is not None
+            if target.startswith("re:"):
+                fits = re.fullmatch(target[3:], path) is not None
+            elif target == path:
+                fits = True
+            else:
+                dotted = f"{path}." if path else ""
+                fits = re.fullmatch(_glob_as_regex(target), dotted) is not None
         else:
             fits = isinstance(module, target)
             if layer_name is not None:
@@ -247,7 +257,8 @@ def _tensor_difference(
 
 def assert_same(want: Any, got: Any, tolerance: float = 0.0) -> None:
     """Fail with the first difference."""
-    assert difference(want, got, tolerance) == ""
+    found = difference(want, got, tolerance)
+    assert not found, found
 
 
 def assert_records(want: Hits, got: fxc.Records, tolerance: float = 0.0) -> None:

@@ -48,14 +48,6 @@ def test_records_are_right_as_one_graph(case: Case) -> None:
     assert_case_holds(case, model, captured)
 
 
-@by_id(ONE_GRAPH)
-def test_records_are_right_without_fullgraph(case: Case) -> None:
-    model = case.build()
-    captured = fxc.compile(model, case.spec, backend="eager")
-
-    assert_case_holds(case, model, captured)
-
-
 @by_id(NO_GRAPH)
 def test_plain_compile_refuses_what_the_cases_say_it_refuses(case: Case) -> None:
     plain = torch.compile(case.build(), backend="aot_eager", fullgraph=True)
