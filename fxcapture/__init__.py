@@ -1,8 +1,5 @@
 """Capture values from inside PyTorch models that run compiled."""
 
-__version__ = "0.1.0"
-
-
 from fxcapture.program import CapturedModule as CapturedModule
 from fxcapture.program import compile as compile
 from fxcapture.records import Captured as Captured
@@ -11,3 +8,16 @@ from fxcapture.spec import CaptureSpec as CaptureSpec
 from fxcapture.spec import Tap as Tap
 from fxcapture.testing import Verification as Verification
 from fxcapture.testing import verify as verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CaptureSpec",
+    "Captured",
+    "CapturedModule",
+    "Records",
+    "Tap",
+    "Verification",
+    "compile",
+    "verify",
+]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx, nn
@@ -16,6 +16,7 @@ __all__ = [
     "BackendCompilerFailed",
     "DataDependentError",
     "DynamoError",
+    "constant",
     "copy_node_source",
     "RecompileLimitHit",
     "TensorifyRestart",
@@ -35,6 +36,15 @@ __all__ = [
     "transform_function",
     "unwrap_optimized",
 ]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which would import Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -421,27 +431,20 @@ def flop_formula(target: Any) -> Callable[..., Any] | None:
 # --------------------------------------------------------------------------------------
 
 
-def register_records(cls: type) -> None:
-    """Make a records class a pytree, so that transforms can return it.
+def register_pytree(
+    cls: type,
+    flatten: Callable[[Any], tuple[list[Any], Any]],
+    unflatten: Callable[[Any, Any], Any],
+) -> None:
+    """Make a class a pytree, so that transforms can return it.
 
     ``torch.utils._pytree`` is what torch.func, vmap and make_fx flatten with; torch has
     no public registry.
     """
     from torch.utils import _pytree
 
-    if cls in _pytree.SUPPORTED_NODES:
-        return
-
-    def flatten(records: Any) -> tuple[list[Any], Any]:
-        return list(records._values.values()), (
-            tuple(records._values),
-            tuple(records._paths.items()),
+    if cls not in _pytree.SUPPORTED_NODES:
+        name = f"fxcapture.{cls.__name__}"
+        _pytree.register_pytree_node(
+            cls, flatten, unflatten, serialized_type_name=name
         )
-
-    def unflatten(values: Any, context: Any) -> Any:
-        names, paths = context
-        return cls(dict(zip(names, values, strict=True)), dict(paths))
-
-    _pytree.register_pytree_node(
-        cls, flatten, unflatten, serialized_type_name="fxcapture.Records"
-    )

@@ -86,7 +86,12 @@ class FxCaptureError(Exception):
             lines.append("  nearest matches: " + ", ".join(self.nearest))
         if remedy:
             lines.append(f"  what to do: {remedy}")
-        super().__init__("\n".join(lines))
+        self._text = "\n".join(lines)
+        super().__init__(self._text)
+
+    def __str__(self) -> str:
+        # Not from ``args``: Dynamo appends advice of its own to those.
+        return self._text
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The text is built from keyword arguments, which the default protocol drops.

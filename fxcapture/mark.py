@@ -382,7 +382,7 @@ def _argument(
     return args[position] if position < len(args) else target.defaults[position]
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant
 def element_leaves(text: str, output: int | str | None) -> tuple[int, ...]:
     """Tensor leaves of the element ``output``; none where it does not exist.
 
@@ -394,13 +394,13 @@ def element_leaves(text: str, output: int | str | None) -> tuple[int, ...]:
         return ()
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant
 def entry_leaves(text: str, entry: int) -> tuple[int, ...]:
     """Tensor leaves of one of the copied arguments."""
     return tuple(parse(text).children[entry].leaves("tensor"))
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant
 def with_attention(entries: str, num_wanted: int, num_calls: int) -> str:
     """The structure of the entries with that of the attention weights behind them."""
     own = entries.removeprefix("t(").removesuffix(")")

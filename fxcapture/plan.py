@@ -21,6 +21,7 @@ from typing import Any, Literal, final
 import torch
 from torch import nn
 
+from fxcapture.attention import Attention
 from fxcapture.errors import (
     ElementError,
     FxCaptureError,
@@ -53,6 +54,7 @@ __all__ = [
     "canonical_selection",
     "leaves_of",
     "match",
+    "named_leaves_of",
     "reducers_of",
     "resolve",
 ]
@@ -173,6 +175,7 @@ class Match:
         classes: Path to class name.
         requests: Path to the reductions its marks carry.
         entries: Path to the arguments its marks carry.
+        attention: Path to the attention weights its marks carry.
         inside_fused: A target stands inside a ``nn.TransformerEncoderLayer``, whose
             fused kernel for inference calls none of its submodules.
     """
@@ -183,6 +186,9 @@ class Match:
     requests: Mapping[str, tuple[Request, ...]]
     entries: Mapping[str, tuple[int | str, ...]]
     inside_fused: bool
+    attention: Mapping[str, tuple[Attention, ...]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @functools.cached_property
     def _records(self) -> dict[str, tuple[str, ...]]:
@@ -231,6 +237,11 @@ def entry_name(tap: Tap) -> int | str | None:
     return 0 if tap.initial else None
 
 
+def takes_entry(tap: Tap) -> bool:
+    """Whether a tap wants something that stands among a site's entries."""
+    return entry_name(tap) is not None or tap.attention is not None
+
+
 def match(spec: CaptureSpec, model: nn.Module) -> Match:
     """Find the modules that a spec means.
 
@@ -255,18 +266,19 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
                 wanted.setdefault(entry)
     targets = []
     requests: dict[str, tuple[Request, ...]] = {}
+    attention: dict[str, tuple[Attention, ...]] = {}
     for path, wanted in entries.items():
         real_path, module = table.first[path]
         order = tuple(wanted)
-        requests[path] = tuple(
-            Request(
-                name,
-                spec[name].output,
-                -1 if entry_name(spec[name]) is None else order.index(
-                    entry_name(spec[name])  # type: ignore[arg-type]
-                ),
-                spec[name].point == "output",
+        attention[path] = tuple(
+            dict.fromkeys(
+                asked
+                for name, found in paths.items()
+                if path in found and (asked := spec[name].attention) is not None
             )
+        )
+        requests[path] = tuple(
+            _request(name, spec[name], order, attention[path])
             for name, found in paths.items()
             if path in found and spec[name].reduce is not None
         )
@@ -287,6 +299,7 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
                     requests=tuple(r._replace(entry=-1) for r in requests[path])
                     if outer
                     else requests[path],
+                    attention=() if outer else attention[path],
                 )
             )
     return Match(
@@ -295,6 +308,7 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
         classes={p: type(table.first[p][1]).__name__ for p in entries},
         requests=requests,
         entries={p: tuple(w) for p, w in entries.items()},
+        attention=attention,
         inside_fused=any(
             isinstance(entry.module, nn.TransformerEncoderLayer)
             and any(p.startswith(f"{entry.path}." if entry.path else "") and
@@ -302,6 +316,21 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
             for entry in table.candidates()
         ),
     )
+
+
+def _request(
+    name: str,
+    tap: Tap,
+    entries: Sequence[int | str],
+    attention: Sequence[Attention],
+) -> Request:
+    entry = entry_name(tap)
+    if tap.attention is not None:
+        place = len(entries) + attention.index(tap.attention)
+    else:
+        place = -1 if entry is None else entries.index(entry)
+    result = tap.point == "output" and tap.attention is None
+    return Request(name, tap.output, place, result)
 
 
 def _callable_or_named(path: str, table: ModuleTable, tap: Tap, name: str) -> bool:
@@ -346,18 +375,24 @@ def _check_parameter(
 
 
 def _reduced_offset(
-    site: Site, requests: Sequence[Request], record: str, entry: bool
+    site: Site,
+    requests: Sequence[Request],
+    record: str,
+    entry: bool,
+    num_entries: int,
 ) -> int:
     """Where the reductions of one record start in the mark's derived list.
 
-    Mirrors the order in which :func:`fxcapture.mark.observe` appends them.  Behind
-    forward hooks a second mark holds the reductions of the result alone.
+    Mirrors the order in which :func:`fxcapture.mark.observe` appends them: arguments,
+    attention weights, results.  Behind forward hooks a second mark holds the reductions
+    of the result alone.
     """
     arguments = site.arguments
     at = 0
     if entry or not site.hooked:
         at = sum(1 for _ in arguments.leaves("tensor"))
-        for request in requests:
+        # A stable sort: arguments stand before attention weights.
+        for request in sorted(requests, key=lambda r: r.entry >= num_entries):
             if request.entry >= 0:
                 if entry and request.record == record:
                     return at
@@ -374,7 +409,10 @@ def _slot(
     index: int, site: Site, name: str, tap: Tap, bound: Match, *, entry: bool
 ) -> Slot:
     """The value that ``tap`` takes from ``site``: its result, or what it received."""
-    if entry:
+    if tap.attention is not None:
+        structure = _weights(site, name, tap, bound)
+        what = f"the attention weights of {site.describe()}"
+    elif entry:
         which = bound.entries[site.path].index(entry_name(tap))  # type: ignore[arg-type]
         structure = site.arguments.children[which]
         what = f"the input of {site.describe()}"
@@ -402,7 +440,8 @@ def _slot(
     start = 0
     if tap.reduce is not None:
         kind = "derived"
-        start = _reduced_offset(site, bound.requests[site.path], name, entry)
+        requests, entries = bound.requests[site.path], bound.entries[site.path]
+        start = _reduced_offset(site, requests, name, entry, len(entries))
         start -= indices[0] if indices else 0
     elif entry:
         kind = "derived"
@@ -429,27 +468,69 @@ def _slot(
     )
 
 
+def _weights(site: Site, name: str, tap: Tap, bound: Match) -> Structure:
+    """The attention weights of the one fused call that a site made.
+
+    Raises:
+        UnsupportedOutputError: it made none, or several.
+    """
+    asked = bound.attention.get(site.path, ())
+    children = site.arguments.children[len(bound.entries[site.path]) :]
+    found: Structure | None = None
+    if tap.attention in asked and len(children) == len(asked):
+        found = children[asked.index(tap.attention)]
+        if len(found.children) == 1:
+            return found.children[0]
+    if found is None:
+        why = "the graph was made without watching it"
+        remedy = "capture with fxcapture.compile or fxcapture.export"
+    elif not found.children:
+        why = (
+            "it never called torch.nn.functional.scaled_dot_product_attention: its "
+            "attention is eager, flash or flex, or runs in a fused function such as "
+            "multi_head_attention_forward, or in another module"
+        )
+        remedy = (
+            'load the model with attn_implementation="sdpa" and target the attention '
+            "module itself; where it returns weights, use Tap(target, output=1)"
+        )
+    else:
+        why = f"it made {len(found.children)} fused calls"
+        remedy = "target the attention modules below it, one call each"
+    raise UnsupportedOutputError(
+        f"record {name!r}: {site.describe()} has no attention weights of its own",
+        why=why,
+        remedy=remedy,
+    )
+
+
 def leaves_of(spec: CaptureSpec, bound: Match, site: Site) -> tuple[Leaf, ...]:
-    """Every leaf that any record may want of one mark's site, selection left aside.
+    """Every leaf that any record may want of one mark's site, selection left aside."""
+    return tuple(dict.fromkeys(leaf for _, leaf in named_leaves_of(spec, bound, site)))
+
+
+def named_leaves_of(
+    spec: CaptureSpec, bound: Match, site: Site
+) -> Iterator[tuple[str, Leaf]]:
+    """The same with the record that wants each.
 
     Needed where one graph is not the whole run, so that positions are not known yet.
     The two marks of a hooked call are two sites here.
     """
-    wanted: dict[Leaf, None] = {}
     for name in bound.records_of(site.path):
         tap = spec[name]
         for entry in (False, True):
-            if entry and (entry_name(tap) is None or site.hooked):
+            if entry and (not takes_entry(tap) or site.hooked):
                 continue  # behind hooks stands the result alone
-            if not entry and tap.point == "input":
+            if not entry and (tap.point == "input" or tap.attention is not None):
                 continue
             try:
                 slot = _slot(0, site, name, tap, bound, entry=entry)
             except FxCaptureError:
                 # Raised with its text when the run ends and only if it is selected.
                 continue
-            wanted.update(dict.fromkeys(leaf for _, leaf in slot.leaves))
-    return tuple(wanted)
+            for _, leaf in slot.leaves:
+                yield name, leaf
 
 
 def canonical_selection(
@@ -531,6 +612,7 @@ def _resolve_record(
             slots.append(None)
             continue
         entry = tap.point == "input" or (initial and position == 0)
+        entry = entry or tap.attention is not None
         index = hits[max(position - initial, 0)]
         slots.append(_slot(index, sites[index], name, tap, bound, entry=entry))
     order = ([hits[0]] if initial else []) + hits

@@ -9,16 +9,18 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
+import torch
 from torch import fx, nn
 
 from fxcapture import _compat
 from fxcapture.errors import EagerSiteError, SpecTypeError
 from fxcapture.frontends.dynamo import DynamoProgram
+from fxcapture.frontends.functional import collector
 from fxcapture.frontends.graph_program import WholeGraph
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
 from fxcapture.plan import Slot, canonical_selection
-from fxcapture.records import Captured
+from fxcapture.records import Captured, Records
 from fxcapture.selector import Selector
 from fxcapture.sites import Site, SiteTable, format_table
 from fxcapture.spec import CaptureSpec
@@ -115,6 +117,7 @@ class CapturedModule(nn.Module):
     _fxc_settings: dict[str, Any]
     _fxc_selection: tuple[tuple[str, Any], ...]
     _fxc_program: DynamoProgram
+    _fxc_collect: Callable[..., tuple[Any, Records]]
 
     def __init__(
         self,
@@ -153,15 +156,23 @@ class CapturedModule(nn.Module):
         own["_fxc_settings"] = dict(settings)
         own["_fxc_selection"] = selection
         own["_fxc_program"] = program
+        own["_fxc_collect"] = collector(model, spec)
 
     def forward(
-        self, /, *args: Any, select: Mapping[str, Any] | None = None, **kwargs: Any
+        self,
+        /,
+        *args: Any,
+        select: Mapping[str, Any] | None = None,
+        capture_inputs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
     ) -> Captured:
         """Run the model.
 
         Args:
             *args: The model's arguments.
             select: Record name to positions, for this call alone; no second trace.
+            capture_inputs: Name to tensor: inputs of the spec's reductions that are no
+                arguments of the model.
             **kwargs: The model's keyword arguments.
 
         Returns:
@@ -175,8 +186,16 @@ class CapturedModule(nn.Module):
         if select:
             merged = dict(selection) | dict(select)
             selection = canonical_selection(self._fxc_spec, merged)
+        if torch.compiler.is_compiling():
+            # Part of a larger trace: the records are outputs of that.
+            model = self._fxc_model
+            output, records = self._fxc_collect(
+                lambda: model(*args, **kwargs), selection
+            )
+            kept = output if self._fxc_settings["keep_output"] else None
+            return Captured(kept, records)
         program = self._fxc_program
-        output, records = program(args, kwargs, selection)
+        output, records = program.run(args, kwargs, selection, capture_inputs)
         if self._fxc_settings["on_eager"] == "error":
             _refuse_eager(program)
         return Captured(output, records)
@@ -220,12 +239,7 @@ class CapturedModule(nn.Module):
 
     def _fxc_parts(self) -> tuple[nn.Module, CaptureSpec, DynamoProgram]:
         """The model, the spec (with this sibling's selection) and the program."""
-        spec = self._fxc_spec
-        selection = dict(self._fxc_selection)
-        if selection:
-            spec = CaptureSpec(
-                {n: t.with_select(selection.get(n, t.select)) for n, t in spec.items()}
-            )
+        spec = _selected(self._fxc_spec, self._fxc_selection)
         return self._fxc_model, spec, self._fxc_program
 
     def __getattr__(self, name: str) -> Any:
@@ -255,6 +269,16 @@ class CapturedModule(nn.Module):
             self._fxc_settings,
             self._fxc_selection,
         )
+
+
+def _selected(spec: CaptureSpec, selection: tuple[tuple[str, Any], ...]) -> CaptureSpec:
+    """The spec with other positions."""
+    if not selection:
+        return spec
+    chosen = dict(selection)
+    return CaptureSpec(
+        {n: t.with_select(chosen.get(n, t.select)) for n, t in spec.items()}
+    )
 
 
 def _rebuild(

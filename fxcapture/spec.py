@@ -17,7 +17,9 @@ from typing import Any, Literal, final
 
 import torch
 
+from fxcapture.attention import Attention
 from fxcapture.errors import RecordNameError, SpecError, SpecTypeError
+from fxcapture.reductions import Reduction
 from fxcapture.selector import Selector, import_name, import_object
 
 __all__ = ["CaptureSpec", "Selection", "Tap", "normalise_select"]
@@ -112,12 +114,15 @@ class Tap:
         point: ``"output"`` or ``"input"``.
         initial: The first hit's first input stands before the outputs, as position 0.
         detach: Cut the record from autograd.
-        reduce: ``"last"`` (``h[:, -1]``), ``"mean"`` (mean over dimension 1), or a
-            traceable callable tensor -> tensor, applied to each tensor of the value.
+        reduce: ``"last"`` (``h[:, -1]``), ``"mean"`` (mean over dimension 1), one of
+            :mod:`fxcapture.reductions`, or a traceable callable tensor -> tensor,
+            applied to each tensor of the value.
         dtype: Cast floating-point tensors to it.
         device: Move tensors to it.
         optional: A target without a match, a position that does not exist and a module
             that is not called yield nothing instead of an error.
+        attention: Record the weights of the fused attention call that the module makes,
+            see :func:`fxcapture.AttentionWeights`.
 
     Raises:
         SpecError: a field's value is malformed.
@@ -134,6 +139,7 @@ class Tap:
     dtype: torch.dtype | None
     device: torch.device | None
     optional: bool
+    attention: Attention | None
 
     def __init__(
         self,
@@ -149,6 +155,7 @@ class Tap:
         dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
         optional: bool = False,
+        attention: Attention | None = None,
     ) -> None:
         put = object.__setattr__
         if layer_name is None and isinstance(target, Selector):
@@ -183,6 +190,15 @@ class Tap:
             )
         put(self, "dtype", dtype)
         put(self, "device", _check_device(device))
+        if attention is not None and (
+            initial or point == "input" or output is not None
+        ):
+            raise SpecError(
+                "attention= with output=, point= or initial=",
+                why="the weights are no part of what the module returns or receives",
+                remedy="use one tap for the weights and one for the value",
+            )
+        put(self, "attention", attention)
 
     def with_select(self, select: Any) -> Tap:
         """A copy with other positions."""
@@ -213,12 +229,16 @@ class Tap:
                 out[name] = True
         if isinstance(self.reduce, str):
             out["reduce"] = self.reduce
+        elif isinstance(self.reduce, Reduction):
+            out["reduce"] = self.reduce.to_json()
         elif self.reduce is not None:
             out["reduce"] = {"object": import_name(self.reduce)}
         if self.dtype is not None:
             out["dtype"] = str(self.dtype).removeprefix("torch.")
         if self.device is not None:
             out["device"] = str(self.device)
+        if self.attention is not None:
+            out["attention"] = self.attention.to_json()
         return out
 
     @staticmethod
@@ -232,7 +252,14 @@ class Tap:
             if isinstance(fields.get("select"), Mapping):
                 fields["select"] = slice(*fields["select"]["slice"])
             if isinstance(fields.get("reduce"), Mapping):
-                fields["reduce"] = import_object(fields["reduce"]["object"])
+                stored = fields["reduce"]
+                fields["reduce"] = (
+                    Reduction(**stored)
+                    if "kind" in stored
+                    else import_object(stored["object"])
+                )
+            if "attention" in fields:
+                fields["attention"] = Attention.from_json(fields["attention"])
             if "dtype" in fields:
                 fields["dtype"] = getattr(torch, fields["dtype"])
             return Tap(target, **fields)
@@ -281,7 +308,8 @@ def _check_reduce(reduce: Any) -> Any:
     raise SpecError(
         f"reduce={reduce!r} is not a reduction",
         nearest=[repr(r) for r in _REDUCTIONS],
-        remedy="pass 'last', 'mean', or a callable tensor -> tensor",
+        remedy="pass 'last', 'mean', one of fxcapture.reductions, or a callable tensor -> "
+        "tensor",
     )
 
 

@@ -30,6 +30,7 @@ from typing import Any, final
 
 import torch
 
+from fxcapture import _compat
 from fxcapture.errors import ElementError, UnsupportedOutputError, nearest
 
 __all__ = ["Structure", "encode", "parse"]
@@ -43,7 +44,7 @@ _objects: list[Any] = []
 _objects_lock = threading.Lock()
 
 
-@torch.compiler.assume_constant_result
+@_compat.constant
 def _number(obj: Any) -> int:
     """A process-wide number for a class or a hashable constant."""
     with _objects_lock:

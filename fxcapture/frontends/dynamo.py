@@ -67,6 +67,7 @@ class DynamoProgram:
     Attributes:
         bound: The spec bound to the model's modules, as the latest trace found them.
         last_sites: The sites of the latest call.
+        run: Runs the model once: ``(args, kwargs, selection) -> (output, records)``.
         break_reason: Why the model does not run as one graph; ``None`` if it does.
         compiled: Every graph compiled so far.
     """
@@ -113,6 +114,8 @@ class DynamoProgram:
         )
         settings["isolate_recompiles"] = True
         self._settings = settings
+        # A caller may itself be compiled; what it traced of this program it would inline.
+        self.run = torch.compiler.disable(self._run)
         self._run_pieces = torch.compile(
             _own_code(_call_model),
             backend=self._backend,
@@ -131,7 +134,7 @@ class DynamoProgram:
     def _whole_function(self) -> Callable[..., Any]:
         model, reducers, keep_output = self.model, self.reducers, self.keep_output
 
-        @torch.compiler.assume_constant_result
+        @_compat.constant
         def targets() -> Any:
             # Called while tracing: the module tree may have changed since the last
             # trace, and a change that matters makes Dynamo trace again.
@@ -176,7 +179,7 @@ class DynamoProgram:
 
     # -- calls -------------------------------------------------------------------------
 
-    def __call__(
+    def _run(
         self,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],

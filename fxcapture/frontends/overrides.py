@@ -176,7 +176,8 @@ class Overrides:
         spec = self._spec
         records = self.bound.records_of(target.path)
         kinds = frozenset(
-            (t.output, t.point, t.initial, t.detach, t.dtype, t.device, t.reduce)
+            (t.output, t.point, t.initial, t.detach, t.dtype, t.device, t.reduce,
+             t.attention)
             for t in (spec[r] for r in records)
         )
         alike = (target._replace(path="", real_path=()), kinds)
