@@ -28,9 +28,11 @@ __all__ = [
     "is_compiled_in_place",
     "is_dense",
     "is_higher_order",
+    "is_traced",
     "is_transformed",
     "late_compilation",
     "resolve_backend",
+    "schemas_of",
     "storage_id",
     "surely_equal",
     "transform_function",
@@ -45,6 +47,19 @@ def constant(function: F) -> F:
     """``torch.compiler.assume_constant_result``, which would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def is_traced() -> bool:
+    """Whether the code that asks is being traced.
+
+    ``torch.compiler.is_compiling`` says so of the process: it is true in every thread
+    while one of them compiles.  Dynamo takes ``is_dynamo_compiling`` for true where it
+    traces, and it is false elsewhere; the tracers that run the code for real (non-strict
+    export, ``make_fx``) have a dispatch mode on this thread.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
@@ -94,6 +109,19 @@ def is_transformed(value: torch.Tensor) -> bool:
 def in_transform() -> bool:
     """Whether a function transform (``vmap``, ``grad``, ...) runs eagerly around us."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def schemas_of(target: Any) -> tuple[Any, ...]:
+    """Schemas of an operator, one per overload; empty for anything else.
+
+    The classes of operators and overloads have no public names.
+    """
+    if isinstance(target, torch._ops.OpOverload):
+        return (target._schema,)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        names = target.overloads()  # type: ignore[no-untyped-call]
+        return tuple(getattr(target, name)._schema for name in names)
+    return ()
 
 
 def storage_id(value: torch.Tensor) -> int | None:

@@ -20,7 +20,7 @@ import dataclasses
 import inspect
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,14 @@ from fxcapture import _compat, passes
 from fxcapture.errors import FxCaptureError, GraphError, TraceError
 from fxcapture.frontends.name_outputs import OutputNamer
 from fxcapture.manifest import OutputInfo, RecordLayout
-from fxcapture.mark import Reducers, Target, emit_mark, enter, leave
+from fxcapture.mark import Target, emit_mark, enter, leave
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.collect_marks import MarkedSites
 from fxcapture.plan import Plan
 
 __all__ = ["attach", "overridden", "trace", "with_plain_output"]
+
+Reducers = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 
 # torch.export runs the model's own Python code, so two exports of one model at a time
 # would see each other's overrides.

@@ -3,8 +3,8 @@
 Terms
     call: one call of one module that a graph shows: by a ``call_module`` node or by a
         region.
-    region: the nodes that a call of an inlined module left, known by the module stack in
-        their metadata.
+    region: the nodes that a call of an inlined module left, known by the module stack
+        in their metadata.
     shown module: a module that the graph names at all, called or not.
 
 Invariants

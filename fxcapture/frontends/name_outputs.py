@@ -1,9 +1,9 @@
 """Stable names for the outputs that a capture adds to an exported program.
 
 Invariants
-    A name is ``{record}_{position}``, followed by the element's name where a position is
-    a container.  It is the node's name too, since ONNX and other consumers call outputs
-    by these.
+    A name is ``{record}_{position}``, followed by the element's name where a position
+    is a container.  It is the node's name too, since ONNX and other consumers call
+    outputs by these.
     Each name is an output of its own: a value that two records hold is given out twice.
 """
 
