@@ -6,6 +6,7 @@ Tested on torch 2.13.0 and 2.14.1.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -31,6 +32,7 @@ __all__ = [
     "is_traced",
     "is_transformed",
     "late_compilation",
+    "no_tracing",
     "resolve_backend",
     "schemas_of",
     "storage_id",
@@ -191,6 +193,12 @@ def resolve_backend(
             mode = "default"
         return torch._TorchCompileInductorWrapper(mode, options, dynamic)  # type: ignore[no-any-return, no-untyped-call]
     return torch._TorchCompileWrapper(backend, mode, options, dynamic)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def no_tracing() -> contextlib.AbstractContextManager[Any]:
+    """While it is held, no other thread traces anything; this one may."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    return contextlib.nullcontext() if module is None else module.compile_lock
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:
@@ -476,3 +484,15 @@ def register_pytree(
         _pytree.register_pytree_node(
             cls, flatten, unflatten, serialized_type_name=name
         )
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def constant_result(function: _F) -> _F:
+    """``torch.compiler.assume_constant_result``, which has no annotations in torch.
+
+    The function has to exist before Dynamo traces the call.
+    """
+    torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
+    return function

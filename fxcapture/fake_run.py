@@ -21,8 +21,12 @@ from fxcapture import _compat
 from fxcapture.errors import CaptureError, FxCaptureError, SpecError, TraceError
 from fxcapture.liveness import PATH
 from fxcapture.mark import emit_mark, enter, has_forward, leave
+from fxcapture.passes import collect_marks
+from fxcapture.plan import match
+from fxcapture.sites import SiteTable
+from fxcapture.spec import CaptureSpec, Tap
 
-__all__ = ["Fakes", "trace"]
+__all__ = ["Fakes", "survey", "trace"]
 
 
 class Fakes:
@@ -134,6 +138,22 @@ def trace(
             why=f"{type(error).__name__}: {error}".strip().replace("\n", "\n    "),
             remedy="estimate the part of the model that does not, or measure a run",
         ) from error
+
+
+def survey(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> SiteTable:
+    """Every call of every submodule in one run, on fake tensors.
+
+    Raises:
+        TraceError: the model reads values of tensors, which fake ones do not have.
+        CaptureError: the model cannot be copied.
+    """
+    fakes = Fakes(None)
+    shadow = fakes.model(model)
+    bound = match(CaptureSpec({"all": Tap("re:.*", optional=True)}), shadow)
+    graph = trace(shadow, fakes, args, dict(kwargs), bound.targets, {})
+    return collect_marks(graph, graph=0, classes=bound.classes).sites
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

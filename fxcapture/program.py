@@ -186,7 +186,7 @@ class CapturedModule(nn.Module):
         if select:
             merged = dict(selection) | dict(select)
             selection = canonical_selection(self._fxc_spec, merged)
-        if torch.compiler.is_compiling():
+        if _compat.is_traced():
             # Part of a larger trace: the records are outputs of that.
             model = self._fxc_model
             output, records = self._fxc_collect(

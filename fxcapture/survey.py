@@ -184,8 +184,8 @@ def sites(
             shadow(*fakes.value(tuple(args)), **fakes.value(dict(kwargs or {})))
     except _compat.no_data_errors() as error:
         raise TraceError(
-            f"{type(model).__name__} reads the value of a tensor, so that what it calls "
-            "depends on the data",
+            f"{type(model).__name__} reads the value of a tensor, so that what it "
+            "calls depends on the data",
             why=f"{type(error).__name__}: {error}".strip().replace("\n", "\n    "),
             remedy="survey the part of the model that does not; CapturedModule.sites "
             "lists what a real call found",

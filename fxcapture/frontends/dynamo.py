@@ -313,7 +313,7 @@ class DynamoProgram:
         frame.add(event, self.bound.records_of(site.path), final=final)
 
     def _emit(self, seen: Observation) -> None:
-        if torch.compiler.is_compiling():
+        if _compat.is_traced():
             emit_mark(seen)
         else:
             self._observe_eagerly(seen)
@@ -367,9 +367,7 @@ def _current_inputs() -> Mapping[str, Any]:
     return {} if frame is None else frame.inputs
 
 
-def _call_model(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return model(*args, **kwargs)
 
 

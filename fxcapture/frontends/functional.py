@@ -1,8 +1,8 @@
 """The functional front end: a capture that the traced function returns itself.
 
 No mark and no pass: the scope keeps each observed value and hands it out with the
-output.  This works under every transform and inside every other trace, since the records
-are ordinary outputs of the function.
+output.  This works under every transform and inside every other trace, since the
+records are ordinary outputs of the function.
 
 Invariants
     Values are copied when the call returns, so that a later write does not show.
@@ -127,16 +127,18 @@ def _unflatten(leaves: Iterable[Any], context: Any) -> Records | _Blank:
     at = 0
     for name, found, text, sizes in context:
         count, template = _read(text)
-        start = at
-        values[name] = _fill(
-            template, lambda i, start=start: rest[start + i], lambda i, s=sizes: s[i]
-        )
+        here = rest[at : at + count]
+        values[name] = _fill(template, _getter(here), _getter(sizes))
         paths[name] = found
         at += count
     return Records(values, paths)
 
 
-@torch.compiler.assume_constant_result
+def _getter(values: Sequence[Any]) -> Callable[[int], Any]:
+    return lambda i: values[i]
+
+
+@_compat.constant_result
 def _read(text: str) -> tuple[int, Any]:
     """Number of tensors of a written structure, and its template."""
     structure = parse(text)
@@ -165,11 +167,11 @@ def collector(
     _compat.register_pytree(Records, _flatten, _unflatten)
     _compat.register_pytree(_Blank, lambda b: (b.leaves, b.context), _unflatten)
 
-    @torch.compiler.assume_constant_result
+    @_compat.constant_result
     def targets() -> tuple[Target, ...]:
         return match(spec, model).targets
 
-    @torch.compiler.assume_constant_result
+    @_compat.constant_result
     def layout(shapes: Sequence[_Shape], selection: Selection) -> _Layout:
         return _layout(spec, match(spec, model), shapes, selection)
 

@@ -169,7 +169,9 @@ class WholeGraph:
         """The variant for a selection; compiled on first use, outside of Dynamo."""
         found = self._variants.get(selection)
         if found is None:
-            with self._lock:
+            # Tracers patch nn.Module while they run, in every thread: what another thread
+            # traced meanwhile would be guarded on the patch.
+            with self._lock, _compat.no_tracing():
                 found = self._variants.get(selection) or self._late(selection)
                 self._variants[selection] = found
         return found
@@ -180,7 +182,9 @@ class WholeGraph:
             if known.plan == plan:
                 return known
         graph = self._marked_graph.graph
-        fakes = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+        fakes = [
+            n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"
+        ]
         with _compat.late_compilation(_compat.fake_mode_of(graph)):
             try:
                 return self._build(plan, fakes)
@@ -232,7 +236,9 @@ class Piece:
         self._tokens = passes.locate_tokens(kept)
         self._deferred: dict[tuple[int, Leaf], tuple[Leaf, Reduction]] = {}
         # A site of a group is spoken of as one of its members.
-        stand_ins = [replace_path(s, program.representative(s.path)) for s in self.sites]
+        stand_ins = [
+            replace_path(s, program.representative(s.path)) for s in self.sites
+        ]
         marked = passes.MarkedSites(
             SiteTable(stand_ins), tuple((i, i) for i in range(len(stand_ins)))
         )
@@ -276,7 +282,9 @@ class Piece:
             self._deliver(frame, args, out[self._num_own :])
         return out[: self._num_own]
 
-    def _deliver(self, frame: Frame, args: Sequence[Any], values: Sequence[Any]) -> None:
+    def _deliver(
+        self, frame: Frame, args: Sequence[Any], values: Sequence[Any]
+    ) -> None:
         tensors: dict[int, dict[Leaf, Any]] = {}
         sizes: dict[tuple[int, bool, int], int] = {}
         for key, place in self._places.items():

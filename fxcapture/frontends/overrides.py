@@ -38,7 +38,9 @@ __all__ = ["Overrides"]
 _numbers = itertools.count()
 
 #: Runs a region: (its module, what it stands for, args, kwargs).
-RunRegion = Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+RunRegion = Callable[
+    [nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
+]
 
 
 @final
@@ -138,7 +140,10 @@ class Overrides:
             inside = any(t == path or _is_below(t, path) for t in targets)
             asked = path in wanted and module is table.first[path][1]
             if (asked or inside) and _compat.is_compiled_in_place(module):
-                yield (id(module), "region"), self._region(module, "_compiled_call_impl")
+                yield (
+                    (id(module), "region"),
+                    self._region(module, "_compiled_call_impl"),
+                )
             elif asked or (inside and "_orig_mod" in module._modules):
                 yield (id(module), "region"), self._region(module, "forward")
 
@@ -155,13 +160,15 @@ class Overrides:
                 below = self._call_impl
             else:
                 below = getattr(self, original)
-            if torch.compiler.is_compiling():
+            if _compat.is_traced():
                 return below(*args, **kwargs)
             return run_region(self, below, args, kwargs)
 
         return _Override(module, key, forward, {original: None})
 
-    def _make(self, target: Target, module: nn.Module, made: dict[Any, Any]) -> _Override:
+    def _make(
+        self, target: Target, module: nn.Module, made: dict[Any, Any]
+    ) -> _Override:
         name, method = self._group(target)
         self._members.setdefault(name, target.path)
         token = self._token_of.get(target.path)
@@ -176,8 +183,16 @@ class Overrides:
         spec = self._spec
         records = self.bound.records_of(target.path)
         kinds = frozenset(
-            (t.output, t.point, t.initial, t.detach, t.dtype, t.device, t.reduce,
-             t.attention)
+            (
+                t.output,
+                t.point,
+                t.initial,
+                t.detach,
+                t.dtype,
+                t.device,
+                t.reduce,
+                t.attention,
+            )
             for t in (spec[r] for r in records)
         )
         alike = (target._replace(path="", real_path=()), kinds)

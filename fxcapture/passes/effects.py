@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from fxcapture import _compat
@@ -53,8 +52,9 @@ def written_args(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
     name = node_name(node)
     target: Any = node.target
     found: list[Any] = [node.kwargs.get("out")]
-    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
-        found += _written_by_schema(target, node)
+    schemas = _compat.schemas_of(target)
+    if schemas:
+        found += _written_by_schema(schemas, node)
     elif name in _WRITES:
         found += node.args[_WRITES[name]]
         found += [node.kwargs.get(k) for k in ("running_mean", "running_var")]
@@ -119,15 +119,12 @@ def _max_norm(node: fx.Node) -> bool:
     )
 
 
-def _written_by_schema(target: Any, node: fx.Node) -> list[Any]:
-    if isinstance(target, torch._ops.OpOverloadPacket):
-        names = target.overloads()  # type: ignore[no-untyped-call]
-        overloads = [getattr(target, name) for name in names]
-        if any(o._schema.is_mutable for o in overloads):
-            return list(node.all_input_nodes)
-        return []
+def _written_by_schema(schemas: Sequence[Any], node: fx.Node) -> list[Any]:
+    if len(schemas) > 1:
+        mutable = any(schema.is_mutable for schema in schemas)
+        return list(node.all_input_nodes) if mutable else []
     found: list[Any] = []
-    for i, argument in enumerate(target._schema.arguments):
+    for i, argument in enumerate(schemas[0].arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             found.append(
                 node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)

@@ -10,7 +10,6 @@ Idempotent.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from fxcapture import _compat
@@ -73,9 +72,9 @@ def _has_effect(gm: fx.GraphModule, node: fx.Node) -> bool:
     name = node_name(node)
     if name in _RANDOM or node.is_impure() or is_opaque(node) or asks_inplace(node):
         return True
-    if isinstance(node.target, torch._ops.OpOverload):
-        schema = node.target._schema
-        return schema.is_mutable or not schema.returns
+    schemas = _compat.schemas_of(node.target)
+    if schemas:
+        return any(schema.is_mutable or not schema.returns for schema in schemas)
     if name.startswith("_") and not name.startswith("__"):
         # _enter_autocast, _set_grad_enabled and their kind open and close regions.
         return getattr(node.target, "__module__", "") != "_operator"
