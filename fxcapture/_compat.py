@@ -34,6 +34,7 @@ __all__ = [
     "late_compilation",
     "no_tracing",
     "resolve_backend",
+    "reuses_outputs",
     "schemas_of",
     "storage_id",
     "surely_equal",
@@ -166,6 +167,22 @@ def is_dense(value: torch.Tensor) -> bool:
         dims.remove(match)
         expected = expected * match[1]
     return True
+
+
+def reuses_outputs(backend: Any, inner: Any) -> Callable[[torch.Tensor], bool]:
+    """Which outputs of a compiled graph its next run may write over.
+
+    CUDA graphs replay into the same memory.  A backend of one's own says that it does
+    so with an attribute ``reuses_outputs``.
+    """
+    if getattr(backend, "reuses_outputs", False):
+        return lambda tensor: True
+    graphs = backend == "cudagraphs"
+    if isinstance(inner, torch._TorchCompileInductorWrapper):
+        from torch._inductor import config
+
+        graphs = inner.config.get("triton.cudagraphs", config.triton.cudagraphs)
+    return (lambda tensor: tensor.is_cuda) if graphs else (lambda tensor: False)
 
 
 def copy_node_source(old: fx.Node, new: fx.Node) -> None:

@@ -63,6 +63,9 @@ def compile(  # noqa: A001 - the name torch users look for
         fullgraph: Raise where the model cannot be traced as one graph.
         dynamic: As in ``torch.compile``.
         backend: Name of a Dynamo backend, or a callable ``(graph_module, inputs)``.
+            Records are copied out of graphs that write into the same outputs again
+            (CUDA graphs); a callable of which that is true says so with an attribute
+            ``reuses_outputs = True``.
         mode: As in ``torch.compile``.
         options: As in ``torch.compile``.
         **torch_compile_kwargs: Further keywords of ``torch.compile``.

@@ -15,11 +15,13 @@ PACKAGE = Path(fxcapture.__file__).parent
 #: Layers of the core, lowest first; a module imports from its own layer or below.
 LAYERS = (
     ("errors", "_compat"),
-    ("structure",),
+    ("structure", "attention", "reductions"),
     ("selector",),
     ("spec",),
+    ("attention_tap",),
     ("sites", "records"),
     ("mark",),
+    ("match",),
     ("plan",),
     ("passes",),
     ("frame", "manifest"),

@@ -13,6 +13,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -92,6 +93,7 @@ class DynamoProgram:
         self.fullgraph = fullgraph
         self.reducers = reducers_of(spec)
         self.inner = _compat.resolve_backend(backend, mode, options, dynamic)
+        self._backend_given = backend
         self.bound: Match = match(spec, model)
         self.last_sites = SiteTable()
         self.regional = regions is not None
@@ -126,6 +128,21 @@ class DynamoProgram:
     def next_graph_number(self) -> int:
         """The number of the graph that is being compiled."""
         return next(self._numbers)
+
+    @functools.cached_property
+    def _reused(self) -> Callable[[torch.Tensor], bool]:
+        return _compat.reuses_outputs(self._backend_given, self.inner)
+
+    def kept(self, taps: Sequence[Any]) -> Sequence[Any]:
+        """Taps that the next run of the graph does not write over.
+
+        A copy inside the graph would be one of its output buffers itself.
+        """
+        reused = self._reused
+        return [
+            tap.clone() if isinstance(tap, torch.Tensor) and reused(tap) else tap
+            for tap in taps
+        ]
 
     def plan_of(self, sites: SiteTable, selection: Any) -> Plan:
         """The plan for the sites of one whole run."""

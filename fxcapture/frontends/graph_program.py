@@ -203,7 +203,8 @@ class WholeGraph:
         variant = self._variant(frame.selection)
         frame.started = True
         out = variant.call(*args)
-        frame.delivered = variant.records(out[variant.num_own :])
+        taps = self._program.kept(out[variant.num_own :])
+        frame.delivered = variant.records(taps)
         self._program.last_sites = self._marked.sites
         return out[: variant.num_own]
 
@@ -279,7 +280,8 @@ class Piece:
         out = self._call(*kept)
         frame = active_frame.get()
         if frame is not None and frame.owner is self._program:
-            self._deliver(frame, args, out[self._num_own :])
+            taps = self._program.kept(out[self._num_own :])
+            self._deliver(frame, args, taps)
         return out[: self._num_own]
 
     def _deliver(

@@ -1,0 +1,229 @@
+"""Attention weights beside a fused kernel.
+
+A fused kernel (``torch.nn.functional.scaled_dot_product_attention``) returns no
+weights.  While a target runs, calls of it are watched; the weights are computed once
+more from the same query, key, mask, scale, causality and grouping, for the wanted heads
+and query positions only.  The model keeps its kernel.
+
+Terms
+    fused call: one call of ``scaled_dot_product_attention``.
+    weights: of shape (batch, heads, queries, keys), in the query's dtype: what each
+        query reads of each key, *before* dropout.  A query whose keys are all masked
+        reads nothing: its weights are zero.
+
+Invariants
+    What the model computes is not touched.  Everything here is traced by Dynamo, or
+    runs eagerly, alike.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fxcapture.errors import SpecError, SpecTypeError
+
+__all__ = ["Attention", "FusedCall", "WatchFused", "attention_weights"]
+
+#: Positions: each in the order given, or (start, stop, step); ``None`` for all.
+Positions = tuple[int, ...] | tuple[str, int | None, int | None, int | None] | None
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, init=False)
+class Attention:
+    """Which part of the weights is wanted.
+
+    Args:
+        heads: Heads: an int, ints in the wanted order, a slice, or ``None`` for all.
+            Negative ones count from the end.  The dimension stays, also for one head.
+        queries: Query positions, in the same way.
+
+    Raises:
+        SpecTypeError: a field is of the wrong type.
+        SpecError: it selects nothing.
+    """
+
+    heads: Positions
+    queries: Positions
+
+    def __init__(self, heads: Any = None, queries: Any = None) -> None:
+        object.__setattr__(self, "heads", _positions(heads, "heads"))
+        object.__setattr__(self, "queries", _positions(queries, "queries"))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as JSON values; those that mean "all" are left out."""
+        fields = {"heads": self.heads, "queries": self.queries}
+        return {k: list(v) for k, v in fields.items() if v is not None}
+
+    @staticmethod
+    def from_json(data: Any) -> Attention:
+        """What :meth:`to_json` wrote."""
+        return Attention(**{k: _from_list(v) for k, v in data.items()})
+
+
+def _from_list(items: list[Any]) -> Any:
+    return slice(*items[1:]) if items[:1] == ["slice"] else items
+
+
+def _positions(value: Any, name: str) -> Positions:
+    if value is None:
+        return None
+    if isinstance(value, slice):
+        start, stop, step = (
+            None if part is None else operator.index(part)
+            for part in (value.start, value.stop, value.step)
+        )
+        if step is not None and step < 1:
+            raise SpecError(
+                f"{name}={value!r} has a step below one",
+                remedy="list the positions in the order you want",
+            )
+        return ("slice", start, stop, step)
+    items = value if isinstance(value, Iterable) else (value,)
+    try:
+        if isinstance(value, (str, bytes, bool)):
+            raise TypeError
+        found = tuple(operator.index(item) for item in items)
+    except TypeError:
+        raise SpecTypeError(
+            f"{name}={value!r} is of type {type(value).__name__}",
+            remedy="pass an int, a list of ints, a slice, or None for all",
+        ) from None
+    if not found:
+        raise SpecError(
+            f"{name}={value!r} selects nothing",
+            remedy="name at least one, or pass None for all",
+        )
+    return found
+
+
+class FusedCall(NamedTuple):
+    """The arguments of one fused call that decide its weights.
+
+    Attributes:
+        query: Of shape (batch, heads, queries, size).
+        key: Of shape (batch, heads or groups, keys, size).
+        mask: Boolean (true: may read) or additive; broadcasts to the weights.
+        is_causal: Query i reads the keys up to i.
+        scale: Factor of the scores; ``None`` for one over the root of the size.
+        enable_gqa: Several heads share one of the key's.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    mask: torch.Tensor | None
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def _fused_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> FusedCall:
+    """``scaled_dot_product_attention``'s signature, by name and by place."""
+    return FusedCall(query, key, attn_mask, is_causal, scale, enable_gqa)
+
+
+class WatchFused(TorchFunctionMode):
+    """A time in which every fused call is also handed to a list.
+
+    Args:
+        calls: Receives the calls, in order.
+    """
+
+    def __init__(self, calls: list[FusedCall]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the function; note it if it is the fused one."""
+        if kwargs is None:
+            kwargs = {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.calls.append(_fused_call(*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+def attention_weights(call: FusedCall, wanted: Attention) -> torch.Tensor:
+    """The weights of one fused call.
+
+    Args:
+        call: The call.
+        wanted: Which heads and queries.
+
+    Returns:
+        A new tensor of shape (batch, wanted heads, wanted queries, keys), in the
+        query's dtype; the softmax runs in float32 at least.
+    """
+    query, key, mask = call.query, call.key, call.mask
+    num_queries, num_keys = query.shape[-2], key.shape[-2]
+    if call.enable_gqa and query.shape[-3] != key.shape[-3]:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
+    if mask is not None:
+        mask = mask.expand((*mask.shape[:-2], num_queries, num_keys))
+        if mask.dim() > 2 and mask.shape[-3] != 1:
+            mask = _pick(mask, wanted.heads, -3)
+        mask = _pick(mask, wanted.queries, -2)
+    query = _pick(_pick(query, wanted.heads, -3), wanted.queries, -2)
+    key = _pick(key, wanted.heads, -3)
+    scale = call.scale
+    if scale is None:
+        scale = 1.0 / math.sqrt(call.query.shape[-1])
+    scores = torch.matmul(query * scale, key.transpose(-2, -1))
+    scores = scores.float() if scores.dtype in _HALVES else scores
+    allowed: torch.Tensor | None = None
+    if call.is_causal:
+        rows = torch.arange(num_queries, device=query.device).unsqueeze(-1)
+        columns = torch.arange(num_keys, device=query.device)
+        allowed = _pick(rows, wanted.queries, -2) >= columns
+    if mask is not None and mask.dtype == torch.bool:
+        allowed = mask if allowed is None else mask & allowed
+    elif mask is not None:
+        scores = scores + mask
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -math.inf)
+    weights = torch.softmax(scores, dim=-1)
+    if allowed is not None or mask is not None:
+        # The softmax of a row of infinities is not a number; the kernel reads nothing.
+        weights = weights.masked_fill(
+            (scores == -math.inf).all(dim=-1, keepdim=True), 0.0
+        )
+    return weights.to(query.dtype)
+
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def _pick(value: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
+    """The wanted positions along a dimension, which stays."""
+    if positions is None:
+        return value
+    if positions[0] == "slice":
+        start, stop, step = positions[1:]
+        index: list[Any] = [slice(None)] * (-dim)
+        index[0] = slice(start, stop, step)
+        return value[(..., *index)]
+    picked = [value.select(dim, i) for i in positions]  # type: ignore[arg-type]
+    if len(picked) == 1:
+        return picked[0].unsqueeze(dim)
+    return torch.stack(picked, dim)
