@@ -1,0 +1,113 @@
+"""What capture adds to a compiled model: time per call, and time to trace.
+
+Both programs are compiled with Inductor from the same weights in one process and timed
+in interleaved rounds.  Traces are first ones, each in a process of its own, alternating.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+import fxcapture as fxc
+from benchmarks.harness import (
+    Report,
+    bars,
+    child,
+    interleaved,
+    latency_rows,
+    main,
+    ratio,
+)
+from benchmarks.models import hidden_states, llama, quiet, token_ids
+
+SELECTED = (2, 5)
+
+
+def latency(backend: str, rounds: int) -> dict[str, list[float]]:
+    model, ids = llama(), token_ids(4, 64)
+    captured = fxc.compile(
+        model, hidden_states(*SELECTED), backend=backend, fullgraph=True
+    )
+    every = captured.select(hidden_states=None)
+    plain = torch.compile(model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        return interleaved(
+            {
+                "plain compiled": lambda: plain(ids),
+                f"captured, {len(SELECTED)} of 9": lambda: captured(ids),
+                "captured, 9 of 9": lambda: every(ids),
+            },
+            rounds=rounds,
+        )
+
+
+def trace_seconds(captured: bool) -> float:
+    """Seconds of the first call under the eager backend: Dynamo's trace, mostly."""
+    quiet()
+    model, ids = llama(), token_ids(4, 64)
+    # Starts Dynamo, which neither side should pay for.
+    torch.compile(torch.nn.Linear(8, 8), backend="eager")(torch.ones(8, 8))
+    made: Any
+    if captured:
+        spec = hidden_states(*SELECTED)
+        made = fxc.compile(model, spec, backend="eager", fullgraph=True)
+    else:
+        made = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        start = time.perf_counter()
+        made(ids)
+        return time.perf_counter() - start
+
+
+def run(quick: bool) -> Report:
+    quiet()
+    report = Report(
+        "overhead",
+        "Captured over plain compiled",
+        "Llama, 8 layers, hidden 256, batch 4 x 64, float32, inference, Inductor, "
+        "`fullgraph=True`; two hidden states of nine selected.",
+    )
+    times = latency("inductor", 40 if quick else 100)
+    report.table("Time per call", latency_rows(times, "plain compiled"))
+    selected, every = list(times)[1:]
+    report.figure(
+        "latency_selected_over_plain",
+        ratio(times, selected, "plain compiled"),
+        "<= 1.03",
+    )
+    report.figure("latency_all_over_plain", ratio(times, every, "plain compiled"))
+
+    pairs = [
+        (
+            child("benchmarks.bench_overhead", "trace_seconds", captured=True),
+            child("benchmarks.bench_overhead", "trace_seconds", captured=False),
+        )
+        for _ in range(3 if quick else 7)
+    ]
+    with_s, without_s = (statistics.median(t) for t in zip(*pairs, strict=True))
+    report.table(
+        "First trace (a process each, medians)",
+        [
+            {"variant": "plain", "seconds": without_s, "runs": len(pairs)},
+            {"variant": "captured", "seconds": with_s, "runs": len(pairs)},
+        ],
+    )
+    report.figure(
+        "trace_captured_over_plain",
+        statistics.median(a / b for a, b in pairs),
+        "<= 1.15",
+    )
+    report.plot(
+        "overhead_latency",
+        "Time per call, Llama 8 x 256, batch 4 x 64",
+        bars(list(times), [statistics.median(t) * 1e3 for t in times.values()], "ms"),
+    )
+    return report
+
+
+if __name__ == "__main__":
+    main(run)
