@@ -1,7 +1,8 @@
 """What capture adds to a compiled model: time per call, and time to trace.
 
-Both programs are compiled with Inductor from the same weights in one process and timed
-in interleaved rounds.  Traces are first ones, each in a process of its own, alternating.
+Both programs are compiled with Inductor from the same weights in one process and
+timed in interleaved rounds.  Traces are first ones, each in a process of its own,
+alternating.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ same three hidden states, which is checked before anything is timed.
 from __future__ import annotations
 
 import contextlib
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ def eager_plain(model: nn.Module, ids: torch.Tensor) -> Call:
 
 
 def compiled_plain(model: nn.Module, ids: torch.Tensor) -> Call:
-    made = torch.compile(model, fullgraph=True)
+    made = torch.compile(lambda x: model(x), fullgraph=True)
 
     def call() -> list[torch.Tensor]:
         made(ids)
@@ -74,7 +75,9 @@ def eager_hooks(model: nn.Module, ids: torch.Tensor) -> Call:
 
 
 def compiled_hooks(model: nn.Module, ids: torch.Tensor) -> Call:
-    return hooks(model, ids, torch.compile(model, fullgraph=True))
+    # Through a function of its own: Dynamo runs the code it made for another model of
+    # this class, one without hooks, if the module itself is compiled.
+    return hooks(model, ids, torch.compile(lambda x: model(x), fullgraph=True))
 
 
 def transformers_eager(model: nn.Module, ids: torch.Tensor) -> Call:
@@ -87,10 +90,10 @@ def transformers_eager(model: nn.Module, ids: torch.Tensor) -> Call:
 
 def transformers_compiled(model: nn.Module, ids: torch.Tensor) -> Call:
     model(ids, output_hidden_states=True)  # its lazy set-up cannot be traced
-    made = torch.compile(model)
+    made = torch.compile(lambda x, wanted: model(x, output_hidden_states=wanted))
 
     def call() -> list[torch.Tensor]:
-        states = made(ids, output_hidden_states=list(POSITIONS)).hidden_states
+        states = made(ids, list(POSITIONS)).hidden_states
         return [states[p] for p in POSITIONS]
 
     return call
@@ -163,12 +166,11 @@ def prepare(report: Report, ids: torch.Tensor) -> dict[str, Call]:
         expected = [states[p] for p in POSITIONS]
         ready: dict[str, Call] = {}
         for name, make in VARIANTS.items():
-            torch._dynamo.reset()
             try:
                 call = make(llama(), ids)
                 found = call()
-                for value, right in zip(found, expected, strict=bool(found)):
-                    torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-4)
+                if "no capture" not in name:
+                    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
                 call()
             except ImportError as error:
                 report.note(f"{name}: skipped, {error.name or error} is not installed")
@@ -202,7 +204,7 @@ def run(quick: bool) -> Report:
         "Three hidden states of a Llama 8 x 256, batch 4 x 64",
         bars(
             list(times),
-            [sorted(t)[len(t) // 2] * 1e3 for t in times.values()],
+            [statistics.median(t) * 1e3 for t in times.values()],
             "ms per call",
         ),
     )
