@@ -23,30 +23,36 @@ Hits = dict[str, list[Any]]
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 
 
-def snapshot(value: Any) -> Any:
-    """A copy of a value that no later write can reach; gradients still flow."""
+def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A value with its tensors replaced, its containers made anew."""
     if isinstance(value, torch.Tensor):
-        return value.clone()
+        return function(value)
     if isinstance(value, torch.Size):
         return value
     if isinstance(value, tuple):
-        parts = [snapshot(v) for v in value]
+        parts = [mapped(v, function) for v in value]
         if hasattr(value, "_fields"):
             return type(value)(*parts)
         return tuple(parts) if type(value) is tuple else type(value)(parts)
     if isinstance(value, list):
-        return [snapshot(v) for v in value]
+        return [mapped(v, function) for v in value]
     if isinstance(value, dict):
         made = copy.copy(value)
         for key in value:
-            made[key] = snapshot(value[key])
+            made[key] = mapped(value[key], function)
         return made
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         made = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, snapshot(getattr(value, field.name)))
+            part = mapped(getattr(value, field.name), function)
+            object.__setattr__(made, field.name, part)
         return made
     return value
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of a value that no later write can reach; gradients still flow."""
+    return mapped(value, torch.Tensor.clone)
 
 
 def element(value: Any, name: int | str | None) -> Any:
@@ -123,21 +129,20 @@ def _argument(module: nn.Module, args: Any, kwargs: Any, name: int | str | None)
 
 def _treat(value: Any, tap: fxc.Tap) -> Any:
     """Reduction, detach and cast, on each tensor of a value."""
-    if isinstance(value, (tuple, list)):
-        return type(value)([_treat(v, tap) for v in value])
-    if not isinstance(value, torch.Tensor):
-        return value
-    if tap.reduce == "last":
-        value = value[:, -1]
-    elif tap.reduce == "mean":
-        value = value.mean(1)
-    elif tap.reduce is not None:
-        value = tap.reduce(value)
-    if tap.detach:
-        value = value.detach()
-    if tap.dtype is not None and value.is_floating_point():
-        value = value.to(tap.dtype)
-    return value
+
+    def one(tensor: torch.Tensor) -> torch.Tensor:
+        if tap.reduce == "last":
+            tensor = tensor[:, -1]
+        elif tap.reduce == "mean":
+            tensor = tensor.mean(1)
+        elif callable(tap.reduce):
+            tensor = tap.reduce(tensor)
+        if tap.detach:
+            tensor = tensor.detach()
+        dtype = tap.dtype if tensor.is_floating_point() else None
+        return tensor if dtype is None else tensor.to(dtype)
+
+    return mapped(value, one)
 
 
 def keep_selected(hits: list[Any], select: Any) -> list[Any]:
