@@ -73,6 +73,15 @@ class _Variant:
         return Records(made, self._paths)
 
 
+def _picking(call: Compiled, inputs: Sequence[int]) -> Compiled:
+    """``call`` with some of its arguments."""
+
+    def picked(*args: Any) -> Sequence[Any]:
+        return call(*[args[i] for i in inputs])
+
+    return picked
+
+
 def places_of(graph_module: fx.GraphModule) -> dict[TapKey, int]:
     """What each output behind the model's own is, and where it stands there."""
     keys: tuple[TapKey, ...] = graph_module.meta[passes.OUTPUTS]
@@ -162,7 +171,15 @@ class WholeGraph:
             plan.wanted_sizes(),
             prune=not self._program.keep_output,
         )
+        inputs: tuple[int, ...] | None = None
+        if not self._program.keep_output:
+            passes.drop_inputs(made, passes.tensor_inputs(made))
+            made.recompile()
+            inputs = made.meta[passes.KEPT_INPUTS]
+            example_inputs = [example_inputs[i] for i in inputs]
         call = self._program.inner(made, list(example_inputs))
+        if inputs is not None:
+            call = _picking(call, inputs)
         return _Variant(plan, self._marked.sites, made, call)
 
     def _variant(self, selection: Any) -> _Variant:
@@ -263,7 +280,7 @@ class Piece:
         # are tapped at once, and joined when the run ends.
         self._graph_module = passes.rewrite(kept, marked, wanted, sizes)
         tokens = frozenset(t for t in self._tokens if t is not None)
-        passes.drop_tokens(self._graph_module, tokens)
+        passes.drop_inputs(self._graph_module, tokens)
         self._graph_module.recompile()
         self._inputs = self._graph_module.meta[passes.KEPT_INPUTS]
         self._all_inputs = len(self._inputs) == len(example_inputs)

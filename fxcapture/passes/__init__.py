@@ -9,7 +9,7 @@
 ``lift_taps``          bring taps out of higher-order operators' bodies
 ``extend_outputs``     make taps outputs of the graph
 ``erase_marks``        remove marks and what was computed for them alone
-``drop_tokens``        drop the inputs that only named modules (pieces only)
+``drop_inputs``        drop inputs that nothing uses: tokens, parameters of lost layers
 ``locate_tokens``      which input names each mark's module (an analysis)
 ``prune_unneeded``     end the graph where its outputs end (records only)
 ``verify_graph``       check what must hold afterwards
@@ -29,7 +29,7 @@ from fxcapture.passes.collect_marks import (
     mark_sites,
     pair_hooked,
 )
-from fxcapture.passes.drop_tokens import KEPT_INPUTS, drop_tokens
+from fxcapture.passes.drop_inputs import KEPT_INPUTS, drop_inputs, tensor_inputs
 from fxcapture.passes.erase_marks import erase_marks
 from fxcapture.passes.extend_outputs import OUTPUTS, extend_outputs
 from fxcapture.passes.flag_branches import flag_branches
@@ -52,7 +52,7 @@ __all__ = [
     "MarkedSites",
     "collect_marks",
     "copy_graph_module",
-    "drop_tokens",
+    "drop_inputs",
     "erase_marks",
     "extend_outputs",
     "flag_branches",
@@ -67,6 +67,7 @@ __all__ = [
     "reuses_bodies",
     "rewrite",
     "runs_branches",
+    "tensor_inputs",
     "verify_graph",
     "walk",
     "without_marks",
