@@ -75,6 +75,13 @@ def has_forward_hooks(module: nn.Module) -> bool:
     )
 
 
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    """Whether something runs between the module's caller and ``forward``."""
+    return bool(
+        module._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks
+    )
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether ``module.compile()`` was called on it."""
     return module._compiled_call_impl is not None

@@ -270,6 +270,10 @@ class _Taps:
             )
         node = self._new[call.node]
         module = self._graph.gm.get_submodule(str(call.node.target))
+        if _compat.has_forward_pre_hooks(module):
+            raise self._graph.ambiguous(
+                path, "its forward pre-hooks may change what it was called with"
+            )
         arguments = _bound_arguments(module, node)
         if isinstance(wanted, int):
             names = list(arguments)

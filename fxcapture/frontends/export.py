@@ -8,7 +8,8 @@ Terms
 
 Invariants
     The overrides stand in the model's instances while the export lasts, in both modes,
-    and are gone after it, also if it failed.
+    and are gone after it, also if it failed.  So is whatever else the trace left in an
+    attribute of a module.
     The program that comes in is not changed.
 """
 
@@ -58,6 +59,7 @@ def overridden(
     """A time in which the targets emit marks."""
     signature = inspect.signature(model.forward)
     with _exporting:
+        before = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
         saved = enter(model, targets, emit_mark, reducers)
         try:
             own = model.__dict__.get("forward")
@@ -67,6 +69,12 @@ def overridden(
             yield
         finally:
             leave(model, saved)
+            # A model that stores a value in an attribute would keep a tensor without
+            # data, since export ran it on such tensors.
+            for live, kept in before:
+                live.update(kept)
+                for key in live.keys() - kept.keys():
+                    del live[key]
 
 
 def trace(
