@@ -13,12 +13,12 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final, overload
 
 from fxcapture.structure import Structure, parse
 
-__all__ = ["Site", "SiteTable", "format_table", "replace_path"]
+__all__ = ["Site", "SiteTable", "format_table", "of_module"]
 
 
 @final
@@ -136,9 +136,11 @@ class SiteTable(Sequence[Site]):
         return format_table(rows)
 
 
-def replace_path(site: Site, path: str) -> Site:
-    """The same call, of another module."""
-    return site if site.path == path else dataclasses.replace(site, path=path)
+def of_module(site: Site, path: str, classes: Mapping[str, str]) -> Site:
+    """The same call, of the module at another path."""
+    if site.path == path:
+        return site
+    return dataclasses.replace(site, path=path, class_name=classes.get(path, ""))
 
 
 def _shape(shape: Sequence[int | str]) -> str:

@@ -25,7 +25,7 @@ from fxcapture.passes.base import TapKey
 from fxcapture.plan import Leaf, Plan, Slot, named_leaves_of, resolve
 from fxcapture.records import Records
 from fxcapture.reductions import Reduction
-from fxcapture.sites import Site, SiteTable, replace_path
+from fxcapture.sites import Site, SiteTable, of_module
 
 if TYPE_CHECKING:
     from fxcapture.frontends.dynamo import DynamoProgram
@@ -249,13 +249,14 @@ class Piece:
         self._program = program
         self.number = program.next_graph_number()
         bound = program.bound
+        self._classes = bound.classes
         kept = _kept_graph(marked_graph)
         self.sites = passes.mark_sites(kept, graph=self.number, classes=bound.classes)
         self._tokens = passes.locate_tokens(kept)
         self._deferred: dict[tuple[int, Leaf], tuple[Leaf, Reduction]] = {}
         # A site of a group is spoken of as one of its members.
         stand_ins = [
-            replace_path(s, program.representative(s.path)) for s in self.sites
+            of_module(s, program.representative(s.path)) for s in self.sites
         ]
         marked = passes.MarkedSites(
             SiteTable(stand_ins), tuple((i, i) for i in range(len(stand_ins)))
@@ -321,7 +322,8 @@ class Piece:
                 continue  # a branch that did not run
             token = self._tokens[i]
             if token is not None:
-                site = replace_path(site, self._program.path_of_token(args[token]))
+                path = self._program.path_of_token(args[token])
+                site = of_module(site, path, self._classes)
             event = Event(
                 site,
                 tensors.get(i, {}),
