@@ -256,7 +256,8 @@ class Piece:
         self._deferred: dict[tuple[int, Leaf], tuple[Leaf, Reduction]] = {}
         # A site of a group is spoken of as one of its members.
         stand_ins = [
-            of_module(s, program.representative(s.path)) for s in self.sites
+            of_module(s, program.representative(s.path), bound.classes)
+            for s in self.sites
         ]
         marked = passes.MarkedSites(
             SiteTable(stand_ins), tuple((i, i) for i in range(len(stand_ins)))
