@@ -121,18 +121,10 @@ def torchlens_eager(model: nn.Module, ids: torch.Tensor) -> Call:
     names = [f"model.layers.{p - 1}" for p in POSITIONS]
 
     def call() -> list[torch.Tensor]:
-        log = torchlens.log_forward_pass(model, ids, layers_to_save=names)
-        return [_activation(log[name]) for name in names]
+        found = torchlens.extract(model, ids, names)
+        return [found[name] for name in names]
 
     return call
-
-
-def _activation(entry: Any) -> torch.Tensor:
-    for name in ("activation", "tensor_contents", "out"):
-        found = getattr(entry, name, None)
-        if isinstance(found, torch.Tensor):
-            return found
-    raise AttributeError("torchlens keeps its tensors under a name not known here")
 
 
 def transformer_lens_eager(model: nn.Module, ids: torch.Tensor) -> Call:

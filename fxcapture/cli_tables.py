@@ -20,31 +20,26 @@ __all__ = ["bench_data", "estimate_data", "estimate_tables", "site_rows"]
 
 
 def site_rows(loaded: Loaded, depth: int) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of ``sites``: every call of modules down to a depth."""
-    from fxcapture.fake_run import survey
+    """Columns and rows of ``sites``: what modules down to a depth return."""
+    from fxcapture.survey import sites
 
-    columns = ["path", "class", "call", "output", "shape", "dtype", "bytes"]
-    rows = []
-    for site in survey(loaded.model, loaded.args, loaded.kwargs):
-        if site.path.count(".") >= depth:
-            continue
-        size = sum(
-            torch.empty(shape, dtype=getattr(torch, dtype), device="meta").nbytes
-            for shape, dtype in zip(site.shapes, site.dtypes, strict=True)
-            if all(isinstance(s, int) for s in shape)
-        )
-        shapes = " ".join("x".join(map(str, s)) for s in site.shapes)
-        rows.append(
-            [
-                site.path or "(model)",
-                site.class_name,
-                site.call,
-                site.result.describe(),
-                shapes,
-                " ".join(dict.fromkeys(site.dtypes)),
-                size,
-            ]
-        )
+    columns = ["path", "class", "calls", "output", "shape", "dtype", "bytes"]
+    rows: list[list[Any]] = []
+    for point in sites(loaded.model, loaded.args, loaded.kwargs):
+        if point.path.count(".") < depth:
+            shapes = " ".join("x".join(map(str, s)) for s in point.shapes)
+            dtypes = " ".join(dict.fromkeys(point.dtypes))
+            rows.append(
+                [
+                    point.path or "(model)",
+                    point.class_name,
+                    point.num_calls,
+                    point.output,
+                    shapes,
+                    dtypes,
+                    point.num_bytes,
+                ]
+            )
     return columns, rows
 
 

@@ -21,12 +21,9 @@ from fxcapture import _compat
 from fxcapture.errors import CaptureError, FxCaptureError, SpecError, TraceError
 from fxcapture.liveness import PATH
 from fxcapture.mark import emit_mark, enter, has_forward, leave
-from fxcapture.passes import collect_marks
-from fxcapture.plan import match
-from fxcapture.sites import SiteTable
-from fxcapture.spec import CaptureSpec, Tap
+from fxcapture.reductions import bind_inputs
 
-__all__ = ["Fakes", "survey", "trace"]
+__all__ = ["Fakes", "trace"]
 
 
 class Fakes:
@@ -112,14 +109,29 @@ def trace(
     kwargs: dict[str, Any],
     targets: Any,
     reducers: Any,
+    inputs_of: Callable[..., dict[str, Any]] | None = None,
 ) -> fx.GraphModule:
-    """The fake model's run as a graph of ATen operators with marks."""
+    """The fake model's run as a graph of ATen operators with marks.
+
+    Args:
+        model: A fake model.
+        fakes: What made it.
+        args: Positional arguments, real or fake.
+        kwargs: Keyword arguments.
+        targets: What emits marks.
+        reducers: Record name to its reduction.
+        inputs_of: Gives what the reductions read of a call's arguments, by name.
+
+    Raises:
+        TraceError: the model reads values of tensors, which fake ones do not have.
+    """
     args, kwargs = fakes.value(args), fakes.value(kwargs)
     flat, rebuild = _compat.flatten_arguments(args, kwargs)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         call_args, call_kwargs = rebuild(inputs)
-        saved = enter(model, targets, emit_mark, reducers)
+        named = inputs_of(call_args, call_kwargs) if inputs_of else {}
+        saved = enter(model, targets, emit_mark, bind_inputs(reducers, named))
         try:
             output = model(*call_args, **call_kwargs)
         finally:
@@ -138,22 +150,6 @@ def trace(
             why=f"{type(error).__name__}: {error}".strip().replace("\n", "\n    "),
             remedy="estimate the part of the model that does not, or measure a run",
         ) from error
-
-
-def survey(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> SiteTable:
-    """Every call of every submodule in one run, on fake tensors.
-
-    Raises:
-        TraceError: the model reads values of tensors, which fake ones do not have.
-        CaptureError: the model cannot be copied.
-    """
-    fakes = Fakes(None)
-    shadow = fakes.model(model)
-    bound = match(CaptureSpec({"all": Tap("re:.*", optional=True)}), shadow)
-    graph = trace(shadow, fakes, args, dict(kwargs), bound.targets, {})
-    return collect_marks(graph, graph=0, classes=bound.classes).sites
 
 
 def _tensors(value: Any, depth: int = 0) -> Iterator[torch.Tensor]:

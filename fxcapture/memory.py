@@ -33,6 +33,7 @@ from torch import fx, nn
 from fxcapture import _compat, passes
 from fxcapture.errors import SpecTypeError
 from fxcapture.fake_run import Fakes, trace
+from fxcapture.frontends.inputs import find_inputs
 from fxcapture.liveness import (
     Timeline,
     count_flops,
@@ -213,7 +214,13 @@ def estimate(
     shadow = fakes.model(model)
     bound = match(spec, shadow)
     graph = trace(
-        shadow, fakes, tuple(args), dict(kwargs or {}), bound.targets, reducers_of(spec)
+        shadow,
+        fakes,
+        tuple(args),
+        dict(kwargs or {}),
+        bound.targets,
+        reducers_of(spec),
+        lambda args, kwargs: find_inputs(spec, shadow, args, kwargs, None),
     )
     marked = passes.collect_marks(graph, graph=0, classes=bound.classes)
     chosen = resolve(spec, bound, marked.sites)
