@@ -43,7 +43,7 @@ WANTED = (
 #: Needs the network, or a package that is not installed, with either implementation.
 UNWANTED = ("peft", "deepspeed")
 
-FAMILIES = '''
+FAMILIES = """
 import unittest
 import torch
 from transformers import *
@@ -161,16 +161,16 @@ class LlavaTest(Common, unittest.TestCase):
             vision_config=CLIPVisionConfig(**VISION),
             text_config=LlamaConfig(**TEXT, num_key_value_heads=2, pad_token_id=0),
             image_token_index=98, vision_feature_layer=-2))
-'''
+"""
 
-CONFTEST = '''
+CONFTEST = """
 import os
 if os.environ.get("FXCAPTURE_STANDS_IN"):
     from fxcapture.integrations import transformers as integration
     integration.install()
-'''
+"""
 
-COMPARISON = '''
+COMPARISON = """
 import json, pathlib
 import pytest
 RESULTS = json.loads(pathlib.Path(__file__).with_name("results.json").read_text())
@@ -182,7 +182,7 @@ def test_there_is_something_to_compare():
 @pytest.mark.parametrize("test", PASSING)
 def test_what_passes_with_transformers_passes_with_ours(test):
     assert RESULTS["ours"].get(test) == "passed"
-'''
+"""
 
 
 def main() -> int:
@@ -268,7 +268,9 @@ def run(who: str, work: Path, packages: Path, expression: str) -> dict[str, str]
     for case in ET.parse(report).iter("testcase"):
         children = {child.tag for child in case}
         failed = children & {"failure", "error"}
-        outcome = "failed" if failed else "skipped" if "skipped" in children else "passed"
+        outcome = (
+            "failed" if failed else "skipped" if "skipped" in children else "passed"
+        )
         outcomes[f"{case.get('classname')}.{case.get('name')}"] = outcome
     return outcomes
 
