@@ -187,6 +187,18 @@ fx.wrap("take")
 
 
 @final
+class _Reduction(nn.Module):
+    """A reduction as a module, which a graph can name."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        return self.function(value)
+
+
+@final
 class _Taps:
     """Adds taps to a copy of a graph module."""
 
@@ -217,7 +229,7 @@ class _Taps:
         options: dict[str, Any] = {
             "what": f"the {'input' if entry else 'output'} of {path or 'the model'!r}",
             "output": None if entry else tap.output,
-            "reduce": self._reducers.get(record),
+            "reduce": self._reducer(record, where),
             "detach": tap.detach,
             "dtype": tap.dtype,
             "device": tap.device,
@@ -226,6 +238,15 @@ class _Taps:
             node = self._made.graph.call_function(take, (value,), options)
         self._taps[name] = node
         return name
+
+    def _reducer(self, record: str, where: fx.Node) -> fx.Node | None:
+        """A node that gives a record's reduction: a graph holds no functions."""
+        if record not in self._reducers:
+            return None
+        name = f"_fxcapture_reduce_{len(self._taps)}"
+        self._made.add_submodule(name, _Reduction(self._reducers[record]))
+        with self._made.graph.inserting_before(where):
+            return self._made.graph.get_attr(name)
 
     def _result(self, call: Call | None) -> tuple[Any, fx.Node]:
         """What a call returned, and the node before which it stands."""

@@ -43,11 +43,14 @@ class OutputInfo:
         name: Its name in the program.
         dtype: Its dtype, without the ``torch.`` prefix; ``"int"`` for an integer.
         shape: Its shape; a symbolic size as text.
+        detach: The record is cut from autograd.  Said here too, since decompositions
+            for inference drop the operation that cuts it.
     """
 
     name: str
     dtype: str
     shape: tuple[int | str, ...]
+    detach: bool = False
 
 
 @final
@@ -111,6 +114,8 @@ class Manifest:
 
     def read(self, values: Mapping[str, Any]) -> Records:
         """Records of a run, from the values of the added outputs by name."""
+        cut = {o.name: values[o.name].detach() for o in self.outputs if o.detach}
+        values = {**values, **cut}
         return Records(
             {
                 record.name: tuple(s and s.read(values) for s in record.slots)
@@ -183,8 +188,7 @@ class Manifest:
             spec_text=data["spec_text"],
             keep_output=data["keep_output"],
             outputs=tuple(
-                OutputInfo(name=o["name"], dtype=o["dtype"], shape=tuple(o["shape"]))
-                for o in data["outputs"]
+                OutputInfo(**{**o, "shape": tuple(o["shape"])}) for o in data["outputs"]
             ),
             records=tuple(
                 RecordLayout(

@@ -93,6 +93,8 @@ class ForeignGraph:
         self.has_object_keys = False
         self.nodes = list(gm.graph.nodes)
         self._index = {node: i for i, node in enumerate(self.nodes)}
+        # As they are now: whoever reads the graph may add marks to it meanwhile.
+        self._users = {node: tuple(node.users) for node in self.nodes}
         self.calls: dict[str, list[Call]] = {}
         self.classes: dict[str, type] = {}
         self.names: dict[str, str] = {}
@@ -285,8 +287,9 @@ class ForeignGraph:
                 "assume_tensors=True if that is what it returns; otherwise " + REMEDY,
             )
         inside = set(nodes)
-        leaving = [n for n in nodes if any(u not in inside for u in n.users)]
-        unused = [n for n in nodes if not n.users and not _acts(n)]
+        users = self._users
+        leaving = [n for n in nodes if any(u not in inside for u in users[n])]
+        unused = [n for n in nodes if not users[n] and not _acts(n)]
         if len(nodes) == 1 and not leaving:
             leaving, unused = unused, []
         if len(leaving) != 1 or unused:
@@ -328,7 +331,7 @@ class ForeignGraph:
         for node, target in self._state.items():
             if not target.startswith(f"{path}."):
                 continue
-            for user in node.users:
+            for user in self._users[node]:
                 if all(p != path for _, p, _ in self.stack(user)):
                     raise self.ambiguous(
                         path,

@@ -53,6 +53,7 @@ class OutputNamer:
         self._used: set[fx.Node] = set()
         self._nodes: list[fx.Node] = []
         self._names: set[str] = set()
+        self._detached: list[bool] = []
 
     def run(
         self, num_own: int
@@ -79,7 +80,7 @@ class OutputNamer:
         output.args = ((*own[:num_own], *self._nodes),)
         return (
             tuple(layouts),
-            tuple(map(_info, self._nodes)),
+            tuple(map(_info, self._nodes, self._detached)),
             list(map(_output_spec, self._nodes)),
         )
 
@@ -113,6 +114,7 @@ class OutputNamer:
             number += 1
         self._names.add(name)
         self._nodes.append(node)
+        self._detached.append(key.leaf is not None and key.leaf.detach)
         return name
 
     def _again(self, node: fx.Node) -> fx.Node:
@@ -138,7 +140,7 @@ def _leaf_names(
         yield from _leaf_names(child, f"{path}_{names[i] if names else i}")
 
 
-def _info(node: fx.Node) -> OutputInfo:
+def _info(node: fx.Node, detach: bool) -> OutputInfo:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return OutputInfo(name=node.name, dtype="int", shape=())
@@ -146,6 +148,7 @@ def _info(node: fx.Node) -> OutputInfo:
         name=node.name,
         dtype=str(value.dtype).removeprefix("torch."),
         shape=tuple(s if isinstance(s, int) else str(s) for s in value.shape),
+        detach=detach,
     )
 
 
