@@ -3,12 +3,14 @@
 Compares, in one process and interleaved, the same model's forward
 - undecorated,
 - under ``fxcapture.modeling.capture_outputs``,
-- under transformers' ``capture_outputs``, before and after it has put hooks on the model.
+- under transformers' ``capture_outputs``, before and after it has put hooks on the
+model.
 
 A round calls each of them a fixed number of times in a random order; what counts is the
-median over the rounds of the difference to the undecorated forward of the same round, in
-microseconds of the thread's CPU time per call, which other jobs on the machine disturb
-less than wall time.  The model does next to nothing, so that the difference shows.
+median over the rounds of the difference to the undecorated forward of the same round,
+in microseconds of the thread's CPU time per call, which other jobs on the machine
+disturb less than wall time.  The model does next to nothing, so that the difference
+shows.
 
     python -m benchmarks.bench_decorator [--rounds N] [--out DIR]
 """
@@ -55,7 +57,10 @@ class Block(nn.Module):
 def model_class(label: str, decorate: Callable[[Any], Any]) -> type[PreTrainedModel]:
     class Model(PreTrainedModel):
         config_class = PreTrainedConfig
-        _can_record_outputs = {"hidden_states": Block, "attentions": Attention}
+        _can_record_outputs = {  # noqa: RUF012
+            "hidden_states": Block,
+            "attentions": Attention,
+        }
 
         def __init__(self, config: PreTrainedConfig) -> None:
             super().__init__(config)
@@ -137,9 +142,7 @@ def environment() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results"
-    )
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     torch.set_num_threads(1)
     result = measure(options.rounds)
@@ -153,7 +156,8 @@ def main() -> None:
     lines = [
         "# A decorated forward with nothing requested, eager",
         "",
-        "Microseconds of CPU time per call over the undecorated forward of the same round: "
+        "Microseconds of CPU time per call over the undecorated forward of the same "
+        "round: "
         "median and quartiles of the paired differences.",
         "",
         "| forward | median call | extra | quartiles |",

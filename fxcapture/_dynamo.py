@@ -1,7 +1,7 @@
 """What decorated calls need of Dynamo beyond its public interface.
 
-Tested on torch 2.13.0.  Nothing here imports Dynamo: a process that never compiles never
-loads it.
+Tested on torch 2.13.0.  Nothing here imports Dynamo: a process that never compiles
+never loads it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:
     if get_eval_frame_callback() is None:
         return function(*args)
     if function not in _disabled:
-        _disabled[function] = torch.compiler.disable(function)
+        disable: Callable[..., Any] = torch.compiler.disable
+        _disabled[function] = disable(function)
     return _disabled[function](*args)
 
 

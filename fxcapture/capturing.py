@@ -72,6 +72,7 @@ class Method:
 
     @classmethod
     def of(cls, function: Callable[..., Any], tie: bool = True) -> Method:
+        """Look at the signature of ``function``."""
         parameters = list(inspect.signature(function).parameters.values())[_SELF:]
         positions = {
             p.name: i
@@ -91,6 +92,7 @@ class Method:
         )
 
     def accepts(self, keyword: str) -> bool:
+        """Whether ``keyword`` may be passed."""
         return self.takes_any or keyword in self.keywords
 
 
@@ -152,7 +154,7 @@ def _requested(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Request:
-    """What the call asks of one record; leaves ``kwargs`` fit for the model's forward."""
+    """What the call asks of one record; makes ``kwargs`` fit for the forward."""
     flag = flag_name(name)
     value = kwargs.get(flag)
     if value is not None:

@@ -259,7 +259,7 @@ def trace_plan(found: Sequence[Found], model: nn.Module) -> tuple[Seat, ...]:
                 tuple(n for n in target.real_path if n != "_orig_mod"),
                 ("forward", "_call_impl") if hooked else ("forward",),
                 target.first,
-                tuple((t.record, t.index, t.initial) for t in target.tasks),
+                tuple((t.record, t.element, t.initial) for t in target.tasks),
             )
         )
     return tuple(seats)

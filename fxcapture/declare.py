@@ -80,7 +80,7 @@ class Task(NamedTuple):
     """One recorder's share in one module; constants only."""
 
     record: str
-    index: int
+    element: int
     initial: bool
 
 
@@ -165,7 +165,7 @@ def recorders(record: str, declared: Any) -> list[OutputRecorder]:
         return [OutputRecorder(declared, index=index)]
     if hasattr(declared, "target_class") and hasattr(declared, "index"):
         # transformers' own recorder, or one of the same fields.
-        fields = {
+        fields: dict[str, Any] = {
             f.name: getattr(declared, f.name, f.default)
             for f in dataclasses.fields(OutputRecorder)
         }

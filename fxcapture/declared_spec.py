@@ -52,7 +52,8 @@ def declared_spec(model: nn.Module, **select: Any) -> CaptureSpec:
     if not taps:
         raise TargetNotFoundError(
             f"{type(model).__name__} declares nothing that can be captured",
-            why="neither it nor a sub-model has a _can_record_outputs that fits a module",
+            why="neither it nor a sub-model has a _can_record_outputs that fits a "
+            "module",
             remedy="pass a CaptureSpec, or declare _can_record_outputs on the class",
         )
     unknown = [name for name in select if name not in taps]
@@ -74,7 +75,7 @@ def _name(path: str, record: str, taken: dict[str, Tap]) -> str:
 
 def _tap(path: str, record: str, found: list[Found], select: Any) -> Tap:
     tasks = [task for target in found for task in target.tasks]
-    indices = sorted({task.index for task in tasks})
+    indices = sorted({task.element for task in tasks})
     if len(indices) > 1:
         raise SpecError(
             f"the recorders of {record!r} name the elements {indices}",

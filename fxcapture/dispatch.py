@@ -277,7 +277,8 @@ def _uncompiled(block: nn.Module) -> tuple[str, Callable[..., Any]]:
     """The key under which a compiled block is entered, and its uncompiled form."""
     if _compat.is_compiled_in_place(block):
         return "_compiled_call_impl", block._call_impl
-    return "forward", block._modules["_orig_mod"].__call__  # type: ignore[union-attr]
+    inner: Any = block._modules["_orig_mod"]
+    return "forward", inner.__call__
 
 
 def _keys(target: Found, quiet: bool) -> tuple[str, ...]:

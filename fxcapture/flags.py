@@ -7,9 +7,9 @@ Terms
 
 Invariants
     Every spelling of one selection becomes the same request.  The functions up to
-    ``spell`` are traced by Dynamo, where an int of the caller may be symbolic: positions
-    reach plain Python as a frozenset, which specialises them.  (On torch 2.13 a test
-    ``i in positions`` with a tuple of symbolic ints is traced as False.)
+    ``spell`` are traced by Dynamo, where an int of the caller may be symbolic:
+    positions reach plain Python as a frozenset, which specialises them.  (On torch 2.13
+    a test ``i in positions`` with a tuple of symbolic ints is traced as False.)
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Decorators for the authors of model classes.
 
 ``capture_outputs`` on a model's ``forward`` collects what the model class declares in
-``_can_record_outputs`` and what the caller asks for with ``output_<name>``, puts it into
-the returned output object, and honours ``return_dict``.  What happens in one call is in
-:mod:`fxcapture.capturing`.
+``_can_record_outputs`` and what the caller asks for with ``output_<name>``, puts it
+into the returned output object, and honours ``return_dict``.  What happens in one call
+is in :mod:`fxcapture.capturing`.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
 
         model(input_ids, output_hidden_states=[0, -2])
 
-    For each record the keyword ``output_<record>``, or if that is absent or ``None`` the
-    attribute of that name of ``self.config``, says what is wanted: everything (``True``),
-    nothing (``False``), or positions in the full tuple.  Positions out of range select
-    nothing.  The records become fields of the returned object (a mapping or a
-    dataclass), as tuples of full length with ``None`` where nothing was selected.
+    For each record the keyword ``output_<record>``, or if that is absent or ``None``
+    the attribute of that name of ``self.config``, says what is wanted: everything
+    (``True``), nothing (``False``), or positions in the full tuple.  Positions out of
+    range select nothing.  The records become fields of the returned object (a mapping
+    or a dataclass), as tuples of full length with ``None`` where nothing was selected.
 
     Recorded tensors are copies, on the device and of the dtype of the model's own, and
     connected to autograd; where autograd records and nothing wrote to the model's own
@@ -69,12 +69,13 @@ def capture_outputs(func: Any = None, *, tie_last_hidden_states: bool = True) ->
     Args:
         func: The method to decorate.
         tie_last_hidden_states: The last entry of ``hidden_states`` is the output's
-            ``last_hidden_state``, behind a final norm.  ``config.tie_last_hidden_states``
-            takes precedence.
+            ``last_hidden_state``, behind a final norm.
+            ``config.tie_last_hidden_states`` takes precedence.
 
     Raises:
         SpecTypeError: (at the call) a flag's value is no selection.
-        ValueError: (at the call) a negative position, and the config has no layer count.
+        ValueError: (at the call) a negative position, and the config has no layer
+            count.
         TypeError: (at the call) records are wanted and the method returned an object
             that cannot hold them.
     """
@@ -108,8 +109,8 @@ def merge_with_config_defaults(func: F) -> F:
         def forward(self, input_ids, use_cache=None, **kwargs): ...
 
     The arguments are ``use_cache``, ``vision_feature_layer``,
-    ``vision_feature_select_strategy`` and ``vision_aspect_ratio``, passed by position or
-    by keyword.  ``use_cache`` is off while ``self.gradient_checkpointing`` trains.
+    ``vision_feature_select_strategy`` and ``vision_aspect_ratio``, passed by position
+    or by keyword.  ``use_cache`` is off while ``self.gradient_checkpointing`` trains.
 
     Raises:
         ValueError: (at the call) ``vision_feature_select_strategy`` is unknown.
@@ -162,7 +163,8 @@ def select_hidden_states(
             outputs = self.vision_tower(pixel_values, **kwargs)
             return outputs.hidden_states[vision_feature_layer]
 
-    A caller's own ``output_hidden_states`` takes precedence, unless it asks for nothing.
+    A caller's own ``output_hidden_states`` takes precedence, unless it asks for
+    nothing.
 
     Args:
         selection: Name of the argument that holds the positions, default included; or a

@@ -66,8 +66,10 @@ def to_tuple(outputs: Any) -> Any:
 
 
 def has_field(outputs: Any, name: str) -> bool:
+    """Whether the output object knows ``name``."""
     return name in outputs if type(outputs) is dict else hasattr(outputs, name)
 
 
 def get_field(outputs: Any, name: str) -> Any:
+    """The value under ``name``."""
     return outputs[name] if type(outputs) is dict else getattr(outputs, name)

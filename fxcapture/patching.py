@@ -3,7 +3,8 @@
 Terms
     mapping: class name, or regular expression over class names, to replacement class.
     patched model: one whose declarations were brought in step by
-        ``patch_output_recorders``; per instance, so that others of the class keep theirs.
+        ``patch_output_recorders``; per instance, so that others of the class keep
+        theirs.
 
 Invariants
     A registration or removal takes effect as a whole or not at all.
@@ -49,12 +50,12 @@ generation = "0"
 def register_patch_mapping(
     mapping: Mapping[str, type[nn.Module]], overwrite: bool = False
 ) -> None:
-    """Register replacement classes.
+    r"""Register replacement classes.
 
     Example::
 
         register_patch_mapping({"Qwen2MoeExperts": SequentialExperts})
-        register_patch_mapping({r"^Llama\\d+Attention$": FusedAttention})
+        register_patch_mapping({r"^Llama\d+Attention$": FusedAttention})
 
     An exact name has priority over a pattern; patterns are tried in the order of
     registration, and match anywhere in the name unless they are anchored.
@@ -93,7 +94,8 @@ def unregister_patch_mapping(keys: Iterable[str]) -> None:
         for key in gone:
             if key not in _mapping:
                 raise ValueError(
-                    f"Class or pattern {key!r} not found in monkey patch mapping cache. "
+                    f"Class or pattern {key!r} not found in monkey patch mapping "
+                    "cache. "
                     "Cannot unregister a class that is not registered; registered are "
                     f"{sorted(_mapping)}."
                 )

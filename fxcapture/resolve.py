@@ -45,6 +45,7 @@ StorePlan = tuple[str, "tuple[int, ...] | None", tuple[int, ...], int]
 
 @constant
 def declared_names(model: nn.Module, generation: str) -> tuple[str, ...]:
+    """Names of the records that ``model`` declares."""
     begin_tracing()
     make_way_for_tracing(model)
     return tuple(declaration(model))
@@ -162,6 +163,7 @@ def _warn_once(key: tuple[Any, ...], text: str) -> None:
 
 @constant
 def warn_count(model: nn.Module, name: str, actual: int, expected: int) -> None:
+    """Say once that the config and the run disagree on the number of entries."""
     _warn_once(
         ("count", type(model), name),
         f"{type(model).__name__}: its config gives {expected} {name}, the run gave "

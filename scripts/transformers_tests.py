@@ -1,9 +1,9 @@
 """transformers' own capture tests, with its implementation and with ours.
 
 Fetches the source distribution of the installed transformers release from the package
-index, runs those of its tests that are about capture (the monkey-patching tests, and the
-common model tests for six model families) twice, and then reports, as a pytest run, each
-test that passes with transformers' implementation: it has to pass with ours.
+index, runs those of its tests that are about capture (the monkey-patching tests, and
+the common model tests for six model families) twice, and then reports, as a pytest run,
+each test that passes with transformers' implementation: it has to pass with ours.
 
     python scripts/transformers_tests.py [--cache DIR] [-k EXPRESSION]
 
@@ -110,7 +110,8 @@ class LlamaTest(Common, unittest.TestCase):
                          LlamaForTokenClassification)
 
     def tester(self):
-        return Tester(lambda: LlamaConfig(**TEXT, num_key_value_heads=2, pad_token_id=0))
+        return Tester(lambda: LlamaConfig(
+            **TEXT, num_key_value_heads=2, pad_token_id=0))
 
 
 class BertTest(Common, unittest.TestCase):
@@ -258,8 +259,10 @@ def run(who: str, work: Path, packages: Path, expression: str) -> dict[str, str]
     files = ["tests/test_capture_families.py", "tests/test_monkey_patching.py"]
     print(f"-- with {who} --", flush=True)
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
-        + ["-k", expression, f"--junitxml={report}", "--tb=short", "-W", "ignore"],
+        [
+            *[sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+            *["-k", expression, f"--junitxml={report}", "--tb=short", "-W", "ignore"],
+        ],
         cwd=work,
         env=environment,
         check=False,

@@ -5,7 +5,7 @@ Example::
     from fxcapture.integrations import transformers as capture
 
     capture.install()
-    model(**inputs, output_hidden_states=[0, -2])     # an unmodified model, compiled too
+    model(**inputs, output_hidden_states=[0, -2])  # an unmodified model
 
 Terms
     stand-in: what takes the place of a name of transformers.
@@ -30,7 +30,7 @@ from types import FunctionType, TracebackType
 from typing import Any, final
 
 from fxcapture import modeling, patching
-from fxcapture.declare import CAPTURES, declaration
+from fxcapture.declare import CAPTURES
 from fxcapture.flags import request
 from fxcapture.resolve import layer_count
 
@@ -115,7 +115,7 @@ def _generic() -> Any:
 
 @functools.cache
 def _theirs() -> dict[str, Any]:
-    """transformers' own decorators, by name."""
+    """The decorators of transformers, by name."""
     capturing, generic = _output_capturing(), _generic()
     return {
         "capture_outputs": capturing.capture_outputs,

@@ -16,11 +16,11 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.utils import generic, output_capturing
 
+from fxcapture import patching
+from fxcapture.integrations import transformers as integration
 from tests.integrations import small_models
 from tests.integrations.small_models import MODELS, VISION, llama, records
 from tests.modeling.toys import assert_same, overrides, picked
-from fxcapture import patching
-from fxcapture.integrations import transformers as integration
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -101,7 +101,12 @@ def test_uninstalling_puts_every_name_and_class_back() -> None:
         monkey = transformers.monkey_patching
         found: dict[str, Any] = {
             f"{module.__name__}.{name}": value
-            for module in (output_capturing, generic, monkey, transformers.modeling_utils)
+            for module in (
+                output_capturing,
+                generic,
+                monkey,
+                transformers.modeling_utils,
+            )
             for name, value in vars(module).items()
         }
         for cls in integration._classes():
@@ -121,7 +126,9 @@ def test_uninstalling_puts_every_name_and_class_back() -> None:
     after = state()
     changed = [name for name, value in before.items() if during[name] is not value]
     assert "transformers.utils.output_capturing.capture_outputs" in changed
-    assert "transformers.models.llama.modeling_llama.LlamaModel.forward inner" in changed
+    assert (
+        "transformers.models.llama.modeling_llama.LlamaModel.forward inner" in changed
+    )
     assert [name for name, value in before.items() if after[name] is not value] == []
     assert after.keys() == before.keys()
 
@@ -139,7 +146,7 @@ def test_a_class_made_while_installed_is_transformers_own_afterwards() -> None:
                 return BaseModelOutput(last_hidden_state=h)
 
         assert integration.CAPTURES in vars(Fresh.forward.__wrapped__)
-    ours = [f for f in [Fresh.forward, Fresh.forward.__wrapped__]]
+    ours = [Fresh.forward, Fresh.forward.__wrapped__]
     assert all(integration.CAPTURES not in vars(f) for f in ours)
     cells = dict(
         zip(

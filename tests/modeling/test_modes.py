@@ -17,6 +17,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
+from fxcapture import dispatch
+from fxcapture.modeling import capture_outputs
 from tests.modeling.toys import (
     DIM,
     LAYERS,
@@ -35,8 +37,6 @@ from tests.modeling.toys import (
     overrides,
     picked,
 )
-from fxcapture import dispatch
-from fxcapture.modeling import capture_outputs
 
 # torch's own: Dynamo looks at the .grad of every input, and strict export reports the
 # instance dictionaries that a call wrote to, although they are as before at its end.
@@ -519,7 +519,9 @@ def test_make_fx_takes_the_records_into_its_graph() -> None:
 def test_inference_mode_and_autocast() -> None:
     model = Model()
     with torch.inference_mode():
-        assert_same(model(X, output_hidden_states=True).hidden_states, expected(model, X))
+        assert_same(
+            model(X, output_hidden_states=True).hidden_states, expected(model, X)
+        )
     with torch.autocast("cpu", torch.bfloat16):
         states = model(X, output_hidden_states=True).hidden_states
     assert len(states) == LENGTH

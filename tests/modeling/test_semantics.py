@@ -11,8 +11,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import fxcapture as fxc
+from fxcapture.modeling import (
+    OutputRecorder,
+    capture_outputs,
+    convert_outputs,
+    declared_spec,
+    merge_with_config_defaults,
+    select_hidden_states,
+)
 from tests.modeling.toys import (
     DIM,
     LAYERS,
@@ -31,14 +41,6 @@ from tests.modeling.toys import (
     config,
     expected,
     picked,
-)
-from fxcapture.modeling import (
-    OutputRecorder,
-    capture_outputs,
-    convert_outputs,
-    declared_spec,
-    merge_with_config_defaults,
-    select_hidden_states,
 )
 
 X = torch.randn(2, 3, DIM)
@@ -345,7 +347,9 @@ class Head(nn.Module):
 
     def score(self, x: torch.Tensor, **kwargs: Any) -> Any:
         output = self.model(x, **kwargs)
-        return Output(output.last_hidden_state.sum(-1), hidden_states=output.hidden_states)
+        return Output(
+            output.last_hidden_state.sum(-1), hidden_states=output.hidden_states
+        )
 
 
 class CapturingHead(Head):
@@ -468,9 +472,12 @@ def test_gradient_checkpointing_switches_the_cache_off_in_training() -> None:
 def test_an_unknown_feature_strategy_is_refused() -> None:
     with pytest.raises(ValueError, match="Unexpected select feature strategy: 'bogus'"):
         Merging()(X, vision_feature_select_strategy="bogus")
-    assert Merging(vision_feature_select_strategy="full")(X)[
-        "vision_feature_select_strategy"
-    ] == "full"
+    assert (
+        Merging(vision_feature_select_strategy="full")(X)[
+            "vision_feature_select_strategy"
+        ]
+        == "full"
+    )
 
 
 class Vision(nn.Module):
@@ -529,6 +536,25 @@ def test_a_selection_that_names_no_argument_is_refused_when_decorating() -> None
 
 
 # ------------------------------------------------------------- declared_spec
+
+
+def test_a_hundred_selections_through_compile_are_one_graph() -> None:
+    model = Model()
+    full = model(X, output_hidden_states=True).hidden_states
+    counter = CompileCounter()
+    spec = declared_spec(model)
+    captured = fxc.compile(model, spec, backend=counter, fullgraph=True)
+    for k in range(100):
+        positions = [k % LENGTH, (k // LENGTH) % LENGTH - LENGTH]
+        select = {"hidden_states": positions, "attentions": k % LAYERS}
+        records = captured(X, select=select).records
+        kept = sorted({p % LENGTH for p in positions})
+        assert picked(records["hidden_states"]) == kept
+        assert picked(records["attentions"]) == [k % LAYERS]
+        # The spec records what the modules gave; the decorator ties the last state.
+        for p in kept[:-1]:
+            torch.testing.assert_close(records["hidden_states"][p], full[p])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_the_spec_of_a_declaration() -> None:

@@ -60,7 +60,7 @@ def config(**fields: Any) -> SimpleNamespace:
 class Base(nn.Module):
     """A stack of blocks and a final norm; sub-classes decorate ``forward``."""
 
-    _can_record_outputs: dict[str, Any] | None = {
+    _can_record_outputs: dict[str, Any] | None = {  # noqa: RUF012
         "hidden_states": Block,
         "attentions": Attention,
     }

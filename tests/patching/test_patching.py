@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from tests.modeling.toys import LAYERS, LENGTH, Attention, Base, Model, Output, picked
 from fxcapture import patching
 from fxcapture.modeling import OutputRecorder, capture_outputs
 from fxcapture.patching import (
@@ -25,6 +24,7 @@ from fxcapture.patching import (
     register_patch_mapping,
     unregister_patch_mapping,
 )
+from tests.modeling.toys import LAYERS, LENGTH, Attention, Base, Model, Output, picked
 
 X = torch.randn(2, 3, 8)
 
@@ -152,7 +152,9 @@ def test_registration_is_all_or_nothing() -> None:
     assert get_patch_mapping() == {"A": Experts}
     with pytest.raises(TypeError, match="'C' must be a class, got Linear"):
         register_patch_mapping({"B": Experts, "C": nn.Linear(1, 1)})
-    with pytest.raises(TypeError, match="must be a subclass of nn.Module, got .*Names"):
+    with pytest.raises(
+        TypeError, match=r"must be a subclass of nn\.Module, got .*Names"
+    ):
         register_patch_mapping({"B": Experts, "C": SimpleNamespace})
     with pytest.raises(TypeError, match="Key 3 must be a class name"):
         register_patch_mapping({"B": Experts, 3: Experts})
@@ -213,9 +215,16 @@ def test_apply_patches_puts_back_when_the_block_raises(
     package: types.ModuleType,
 ) -> None:
     register_patch_mapping({"Experts": OtherExperts})
-    with pytest.raises(KeyError), apply_patches(["toy_package"]):
-        assert package.Experts is OtherExperts
-        raise KeyError
+    during = []
+
+    def build() -> None:
+        with apply_patches(["toy_package"]):
+            during.append(package.Experts)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        build()
+    assert during == [OtherExperts]
     assert package.Experts is Experts
 
 

@@ -29,7 +29,6 @@ from transformers.modeling_outputs import (
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 from transformers.utils import generic, output_capturing
 
-from tests.modeling.toys import assert_same, picked
 from fxcapture import modeling
 from fxcapture.integrations import transformers as integration
 from fxcapture.patching import (
@@ -39,6 +38,7 @@ from fxcapture.patching import (
     register_patch_mapping,
     unregister_patch_mapping,
 )
+from tests.modeling.toys import assert_same, picked
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
