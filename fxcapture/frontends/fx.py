@@ -144,8 +144,8 @@ class ForeignGraph:
         """
         for key, (path, cls) in node.meta.get("nn_module_stack", {}).items():
             path = _clean(path)
-            if not path:
-                continue
+            if not path or path.startswith("_empty_nn_module_stack"):
+                continue  # the root, or torch.export's word for "no module"
             number = str(key).partition("@")[0]
             if number.isdigit():
                 self.has_object_keys = True

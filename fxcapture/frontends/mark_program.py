@@ -65,7 +65,7 @@ def _foreign(program: ExportedProgram, gm: fx.GraphModule) -> ForeignGraph:
     root: Any = ""
     for node in gm.graph.nodes:
         for path, cls in node.meta.get("nn_module_stack", {}).values():
-            if not path:
+            if not path and cls:
                 root = cls
     return ForeignGraph(
         gm,
