@@ -1,0 +1,152 @@
+"""README and docs: every code block runs, every link leads somewhere.
+
+Python blocks of a page run in order in one namespace, console blocks through the
+command line, others are parsed.  Where a block names no backend it would wait for a
+C++ compiler: here the default is ``aot_eager``, which gives the same values.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import fxcapture as fxc
+from fxcapture import errors
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+#: Pages that show what others run: README's first block is the tutorial's, in short.
+SKIPPED_LANGUAGES = {"sh", "text", "bash", ""}
+
+
+def blocks(page: Path) -> list[tuple[str, str]]:
+    return BLOCK.findall(page.read_text())
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.fixture
+def quick_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setitem(fxc.compile.__kwdefaults__, "backend", "aot_eager")
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def run_python(page: Path, namespace: dict[str, Any]) -> int:
+    count = 0
+    for language, code in blocks(page):
+        if language == "python":
+            count += 1
+            exec(compile(code, f"{page.name}, block {count}", "exec"), namespace)
+        elif language == "console":
+            run_console(code)
+        elif language == "json":
+            json.loads(code)
+        elif language == "yaml":
+            yaml.safe_load(code)
+        else:
+            assert language in SKIPPED_LANGUAGES, language
+    return count
+
+
+def run_console(code: str) -> None:
+    from typer.testing import CliRunner
+
+    from fxcapture.cli_app import app
+
+    for line in code.splitlines():
+        assert line.startswith("$ fxcapture "), line
+        arguments = shlex.split(line.removeprefix("$ fxcapture "))
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+
+
+@pytest.mark.usefixtures("quick_backend")
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_the_code_of_a_page_runs(page: Path) -> None:
+    torch._dynamo.reset()
+    run_python(page, {"__name__": "docs"})
+
+
+@pytest.mark.usefixtures("quick_backend")
+def test_the_code_of_the_readme_runs() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=4,
+        num_attention_heads=4, vocab_size=50, use_cache=False,
+    )  # fmt: skip
+    ids = torch.randint(0, 50, (1, 8))
+    model = LlamaForCausalLM(config).eval()
+    namespace = {"__name__": "readme", "model": model, "input_ids": ids}
+
+    assert run_python(ROOT / "README.md", namespace) > 0
+
+
+def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# Page\n\n```python\nassert 1 == 2\n```\n")
+
+    with pytest.raises(AssertionError):
+        run_python(page, {})
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name_of)
+def test_relative_links_lead_to_files(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text())
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
+        if not target.startswith(("http:", "https:", "mailto:")):
+            assert (page.parent / target).exists(), f"{target} in {name_of(page)}"
+
+
+def test_every_public_error_has_a_page_and_stands_in_the_index() -> None:
+    classes = [n for n in errors.__all__ if isinstance(getattr(errors, n), type)]
+    index = (ROOT / "docs/errors/index.md").read_text()
+
+    for name in classes:
+        text = (ROOT / f"docs/errors/{name}.md").read_text()
+        for heading in ("Symptom", "Cause", "Triggers", "Fix"):
+            assert f"## {heading}" in text, name
+        assert f"{name}.md" in index
+
+
+def test_the_navigation_names_every_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text()
+    named = set(re.findall(r"([\w/-]+\.md)", text))
+
+    assert named == {str(p.relative_to(ROOT / "docs")) for p in PAGES}
+
+
+def test_the_guarantees_point_to_tests_that_exist() -> None:
+    text = (ROOT / "docs/guarantees.md").read_text()
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", text))
+
+    assert len(named) > 5
+    assert [n for n in named if not (ROOT / n).is_file()] == []
+
+
+def test_results_that_documents_name_exist_and_say_where_they_are_from() -> None:
+    pages = [*PAGES, ROOT / "README.md"]
+    named = {
+        name
+        for page in pages
+        for name in re.findall(r"benchmarks/results/([\w]+)\.md", page.read_text())
+    }
+
+    for name in named:
+        stored = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        assert {"cpu", "versions", "commit"} <= set(stored["environment"])
