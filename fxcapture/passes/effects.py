@@ -20,7 +20,26 @@ from torch import fx
 from fxcapture import _compat
 from fxcapture.passes.base import bodies, is_mark
 
-__all__ = ["node_name", "written_args"]
+__all__ = ["ALLOCATES", "node_name", "written_args"]
+
+#: Functions and methods whose result is always a tensor of its own, never (part of) an
+#: argument.  Not here: what returns its argument under some condition (``dropout``,
+#: ``to``, ``float``, ``contiguous``, ``reshape``, ``expand``, ``interpolate``, ...).
+ALLOCATES = frozenset(
+    {
+        "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "add", "addmm", "argmax",
+        "avg_pool1d", "avg_pool2d", "baddbmm", "batch_norm", "bmm", "cat", "clone",
+        "concat", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "cos", "cumsum", "div", "embedding", "empty_like", "eq", "erf", "exp", "ge",
+        "gelu", "group_norm", "gt", "instance_norm", "layer_norm", "le", "leaky_relu",
+        "linear", "log", "log_softmax", "logical_and", "logical_not", "logical_or",
+        "lt", "masked_fill", "matmul", "max_pool1d", "max_pool2d", "mean", "mul", "mv",
+        "ne", "neg", "ones_like", "pow", "prod", "randn_like", "reciprocal", "relu",
+        "relu6", "rms_norm", "rsqrt", "scaled_dot_product_attention", "sigmoid", "silu",
+        "sin", "softmax", "softplus", "sqrt", "stack", "std", "sub", "sum", "tanh",
+        "topk", "tril", "triu", "truediv", "var", "where", "zeros_like",
+    }
+)  # fmt: skip
 
 # Functions that write to arguments although their names do not say so, and which.
 _WRITES = {

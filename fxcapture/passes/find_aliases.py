@@ -4,9 +4,10 @@ An analysis; it changes nothing.  It works on the storages of the fake tensors t
 tracer left in the metadata: two nodes share memory where their fake tensors do.
 
 Terms
-    memory: the storages that a node's value lives in, as class representatives.  A
-        higher-order operator that may return an operand joins the memory of its
-        operands and results into one class.
+    memory: the storages that a node's value lives in, as class representatives.  Fake
+        tensors do not tell all: a dropout in eval mode returns its argument, its fake
+        one does not.  So every operator that is not known to allocate its result joins
+        the memory of its arguments and results into one class.
     write: a node that may change the memory of some of its arguments, see
         :mod:`fxcapture.passes.effects`.
 
@@ -28,7 +29,7 @@ from torch import fx
 
 from fxcapture import _compat
 from fxcapture.passes.base import bodies, is_mark
-from fxcapture.passes.effects import node_name, written_args
+from fxcapture.passes.effects import ALLOCATES, node_name, written_args
 
 __all__ = ["Aliases"]
 
@@ -87,15 +88,23 @@ class Aliases:
                 return "shares memory with an output of the graph"
             if m in self._taken:
                 return f"shares memory with {self._taken[m]}"
-        for node, written in self._writes:
-            if self._order[node] > self._order[mark] and (
-                written is None or written & memory
-            ):
-                return f"may be written by {node.name} ({node_name(node)}) later"
+        writer = self.may_be_written(value, mark)
+        if writer is not None:
+            return f"may be written by {writer.name} ({node_name(writer)}) later"
         if not self._fills(value):
             return "a view of a larger tensor, which would be kept alive"
         self._taken.update(dict.fromkeys(memory, user))
         return ""
+
+    def may_be_written(self, value: fx.Node, after: fx.Node) -> fx.Node | None:
+        """The first node behind ``after`` that may write to the memory of a value."""
+        memory = self._of(value)
+        for node, written in self._writes:
+            if self._order[node] > self._order[after] and (
+                memory is None or written is None or written & memory
+            ):
+                return node
+        return None
 
     # -- memory ------------------------------------------------------------------------
 
@@ -107,7 +116,7 @@ class Aliases:
         self._memory[node] = found
         for m in found or ():
             self._creator.setdefault(m, node)
-        if _compat.is_higher_order(node) and self._may_return_operand(node):
+        if self._may_return_operand(node):
             operands = [self._memory.get(n) for n in node.all_input_nodes]
             self._join([found, *operands])
 
@@ -127,7 +136,10 @@ class Aliases:
             self._parent[m] = first
 
     def _may_return_operand(self, node: fx.Node) -> bool:
-        """Whether a result of a higher-order operator may be memory of an operand's."""
+        """Whether a result may be memory of an argument's."""
+        if not _compat.is_higher_order(node):
+            called = node.op in ("call_function", "call_method", "call_module")
+            return called and node_name(node) not in ALLOCATES
         found = [body for _, body in bodies(self._owner, node)]
         if not found:
             return True
