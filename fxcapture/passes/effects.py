@@ -20,12 +20,12 @@ from torch import fx
 from fxcapture import _compat
 from fxcapture.passes.base import bodies, is_mark
 
-__all__ = ["ALLOCATES", "node_name", "written_args"]
+__all__ = ["allocates", "node_name", "written_args"]
 
-#: Functions and methods whose result is always a tensor of its own, never (part of) an
-#: argument.  Not here: what returns its argument under some condition (``dropout``,
-#: ``to``, ``float``, ``contiguous``, ``reshape``, ``expand``, ``interpolate``, ...).
-ALLOCATES = frozenset(
+# Functions and methods whose result is always a tensor of its own, never (part of) an
+# argument.  Not here: what returns its argument under some condition (``dropout``,
+# ``to``, ``float``, ``contiguous``, ``reshape``, ``expand``, ``interpolate``, ...).
+_ALLOCATES = frozenset(
     {
         "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "add", "addmm", "argmax",
         "avg_pool1d", "avg_pool2d", "baddbmm", "batch_norm", "bmm", "cat", "clone",
@@ -90,6 +90,18 @@ def written_args(gm: fx.GraphModule, node: fx.Node) -> tuple[fx.Node, ...]:
         # F.embedding renormalises rows of the weight when it is given a max_norm.
         found += node.args[1:2] if _max_norm(node) else []
     return tuple(_nodes(found))
+
+
+def allocates(node: fx.Node) -> bool:
+    """Whether a call's results are certainly tensors of their own.
+
+    A custom operator may not return an argument that its schema does not say it returns
+    (torch.library checks that); ATen's own schemas do not say it of all that do.
+    """
+    schemas = _compat.schemas_of(node.target)
+    if any(schema.name.split("::")[0] not in ("aten", "prims") for schema in schemas):
+        return not any(r.alias_info for schema in schemas for r in schema.returns)
+    return node_name(node) in _ALLOCATES
 
 
 def is_opaque(node: fx.Node) -> bool:

@@ -29,7 +29,7 @@ from torch import fx
 
 from fxcapture import _compat
 from fxcapture.passes.base import bodies, is_mark
-from fxcapture.passes.effects import ALLOCATES, node_name, written_args
+from fxcapture.passes.effects import allocates, node_name, written_args
 
 __all__ = ["Aliases"]
 
@@ -139,7 +139,7 @@ class Aliases:
         """Whether a result may be memory of an argument's."""
         if not _compat.is_higher_order(node):
             called = node.op in ("call_function", "call_method", "call_module")
-            return called and node_name(node) not in ALLOCATES
+            return called and not allocates(node)
         found = [body for _, body in bodies(self._owner, node)]
         if not found:
             return True
