@@ -72,18 +72,38 @@ def trace(model: nn.Module, spec: Any, *inputs: torch.Tensor) -> Traced:
 
 
 def readable(gm: fx.GraphModule) -> str:
-    """The graph, one node a line, in a form that is short enough to pin."""
+    """The graph, one node a line, in a form that is short enough to pin.
+
+    Nodes are named after what they call, since Dynamo names them after local variables.
+    """
+    names: dict[fx.Node, str] = {}
+    taken: set[str] = set()
     lines = []
     for node in gm.graph.nodes:
         target = node.target if isinstance(node.target, str) else node.target.__name__
-        args = re.sub(r"'t\(.*?\)'|'T'", "...", str(node.args))
+        name, number = "x" if node.op == "placeholder" else target, 0
+        while f"{name}_{number}" in taken or (not number and name in taken):
+            number += 1
+        names[node] = f"{name}_{number}" if number else name
+        taken.add(names[node])
+        args = str(fx.node.map_arg(node.args, lambda n: _Name(names[n])))
+        args = re.sub(r"'t\(.*?\)'|'T'", "...", args).replace(",)", ")")
         if node.op == "placeholder":
-            lines.append(f"{node.name} = input")
+            lines.append(f"{names[node]} = input")
         elif node.op == "output":
             lines.append(f"return {args}")
         else:
-            lines.append(f"{node.name} = {target}{args}")
+            lines.append(f"{names[node]} = {target}{args}")
     return "\n".join(lines)
+
+
+class _Name(str):
+    """A string that prints without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def pinned(text: str) -> str:

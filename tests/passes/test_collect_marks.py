@@ -25,14 +25,14 @@ def test_each_call_is_one_site_in_call_order() -> None:
     assert marked.sites[0].dtypes == ("float32",)
     assert readable(graph) == pinned(
         """
-        l_args_0_ = input
-        value = mul(l_args_0_, 2)
-        mark = mark(None, [value], [], [], [], ..., ..., 'twice', False)
-        value_1 = add_(value, 1)
-        mark_1 = mark(None, [value_1], [], [], [], ..., ..., 'over', False)
-        value_2 = mul(value_1, 2)
-        mark_2 = mark(None, [value_2], [], [], [], ..., ..., 'twice', False)
-        return ((value_2,),)
+        x = input
+        mul = mul(x, 2)
+        mark = mark(None, [mul], [], [], [], ..., ..., 'twice', False)
+        add_ = add_(mul, 1)
+        mark_1 = mark(None, [add_], [], [], [], ..., ..., 'over', False)
+        mul_1 = mul(add_, 2)
+        mark_2 = mark(None, [mul_1], [], [], [], ..., ..., 'twice', False)
+        return ((mul_1))
         """
     )
 

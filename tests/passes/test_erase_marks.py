@@ -11,11 +11,11 @@ from tests.passes.marked import Chain, InCheckpoint, pinned, readable, trace
 
 X = torch.ones(2, 3)
 PLAIN = """
-    l_args_0_ = input
-    value = mul(l_args_0_, 2)
-    value_1 = add_(value, 1)
-    value_2 = mul(value_1, 2)
-    return ((value_2,),)
+    x = input
+    mul = mul(x, 2)
+    add_ = add_(mul, 1)
+    mul_1 = mul(add_, 2)
+    return ((mul_1))
     """
 
 
@@ -39,11 +39,11 @@ def test_marks_of_bodies_go_too() -> None:
 
     assert readable(graph.wrap_body_0) == pinned(
         """
-        l_args_0_ = input
-        value = mul(l_args_0_, 2)
-        add_ = add_(value, 1)
-        value_1 = mul(add_, 2)
-        return ((value_1,),)
+        x = input
+        mul = mul(x, 2)
+        add_ = add_(mul, 1)
+        mul_1 = mul(add_, 2)
+        return ((mul_1))
         """
     )
     assert not passes.erase_marks(graph).modified
@@ -65,12 +65,12 @@ def test_a_node_of_the_model_that_nothing_uses_stays() -> None:
 
     assert readable(graph) == pinned(
         """
-        l_args_0_ = input
-        value = mul(l_args_0_, 2)
-        add_ = add_(value, 1)
-        value_1 = mul(add_, 2)
-        output = sub(l_args_0_, 1)
-        return ((output,),)
+        x = input
+        mul = mul(x, 2)
+        add_ = add_(mul, 1)
+        mul_1 = mul(add_, 2)
+        sub = sub(x, 1)
+        return ((sub))
         """
     )
 

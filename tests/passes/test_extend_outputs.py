@@ -19,7 +19,7 @@ def test_taps_are_appended_in_graph_order_and_named() -> None:
 
     made = check_pass(passes.extend_outputs, graph, [X])
 
-    assert readable(made).splitlines()[-1] == "return ((value_1, clone, clone_1),)"
+    assert readable(made).splitlines()[-1] == "return ((mul_1, clone, clone_1))"
     assert [key.site for key in made.meta[passes.OUTPUTS]] == [0, 1]
     assert not any(TAP in n.meta for n in made.graph.nodes)
     own, first, second = made(X)
@@ -49,7 +49,7 @@ def test_an_only_output_that_is_no_tuple_becomes_one() -> None:
     assert readable(module) == pinned(
         """
         x = input
-        clone = clone(x,)
-        return ((x, clone),)
+        clone = clone(x)
+        return ((x, clone))
         """
     )

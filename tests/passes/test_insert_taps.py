@@ -25,14 +25,14 @@ def test_a_value_that_is_written_to_later_is_copied_at_its_mark() -> None:
 
     assert readable(graph) == pinned(
         """
-        l_args_0_ = input
-        value = mul(l_args_0_, 2)
-        clone = clone(value,)
-        mark = mark(None, [value], [], [], [], ..., ..., 'twice', False)
-        add_ = add_(value, 1)
-        value_1 = mul(add_, 2)
-        mark_1 = mark(None, [value_1], [], [], [], ..., ..., 'twice', False)
-        return ((value_1,),)
+        x = input
+        mul = mul(x, 2)
+        clone = clone(mul)
+        mark = mark(None, [mul], [], [], [], ..., ..., 'twice', False)
+        add_ = add_(mul, 1)
+        mul_1 = mul(add_, 2)
+        mark_1 = mark(None, [mul_1], [], [], [], ..., ..., 'twice', False)
+        return ((mul_1))
         """
     )
 
@@ -42,15 +42,15 @@ def test_detach_and_dtype_stand_before_the_copy_or_in_its_place() -> None:
 
     assert readable(inserted({"t": tap})) == pinned(
         """
-        l_args_0_ = input
-        value = mul(l_args_0_, 2)
-        detach = detach(value,)
-        to = to(detach,)
-        mark = mark(None, [value], [], [], [], ..., ..., 'twice', False)
-        add_ = add_(value, 1)
-        value_1 = mul(add_, 2)
-        mark_1 = mark(None, [value_1], [], [], [], ..., ..., 'twice', False)
-        return ((value_1,),)
+        x = input
+        mul = mul(x, 2)
+        detach = detach(mul)
+        to = to(detach)
+        mark = mark(None, [mul], [], [], [], ..., ..., 'twice', False)
+        add_ = add_(mul, 1)
+        mul_1 = mul(add_, 2)
+        mark_1 = mark(None, [mul_1], [], [], [], ..., ..., 'twice', False)
+        return ((mul_1))
         """
     )
 

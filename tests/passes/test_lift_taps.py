@@ -33,25 +33,25 @@ def test_a_tap_becomes_a_result_of_the_operator() -> None:
 
     assert readable(made) == pinned(
         """
-        l_args_0_ = input
+        x = input
         wrap_body_0 = wrap_body_0()
-        tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, l_args_0_)
-        getitem_1 = getitem(tag_activation_checkpoint, 1)
-        getitem = getitem(tag_activation_checkpoint, 0)
-        output = sub(getitem, 1)
-        return ((output,),)
+        tag_activation_checkpoint = tag_activation_checkpoint(wrap_body_0, x)
+        getitem = getitem(tag_activation_checkpoint, 1)
+        getitem_1 = getitem(tag_activation_checkpoint, 0)
+        sub = sub(getitem_1, 1)
+        return ((sub))
         """
     )
     assert readable(made.wrap_body_0) == pinned(
         """
-        l_args_0_ = input
-        value = mul(l_args_0_, 2)
-        clone = clone(value,)
-        mark = mark(None, [value], [], [], [], ..., ..., 'inside.twice', False)
-        add_ = add_(value, 1)
-        value_1 = mul(add_, 2)
-        mark_1 = mark(None, [value_1], [], [], [], ..., ..., 'inside.twice', False)
-        return ((value_1, clone),)
+        x = input
+        mul = mul(x, 2)
+        clone = clone(mul)
+        mark = mark(None, [mul], [], [], [], ..., ..., 'inside.twice', False)
+        add_ = add_(mul, 1)
+        mul_1 = mul(add_, 2)
+        mark_1 = mark(None, [mul_1], [], [], [], ..., ..., 'inside.twice', False)
+        return ((mul_1, clone))
         """
     )
     (lifted,) = [n for n in made.graph.nodes if TAP in n.meta]

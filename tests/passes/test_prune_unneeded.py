@@ -29,8 +29,8 @@ def test_what_stands_behind_the_last_needed_node_goes_even_if_it_writes() -> Non
     assert readable(made) == pinned(
         """
         x = input
-        sin = sin(x,)
-        return ((sin,),)
+        sin = sin(x)
+        return ((sin))
         """
     )
 
@@ -49,11 +49,11 @@ def test_before_it_writes_and_random_numbers_stay_and_the_rest_goes() -> None:
     assert readable(made) == pinned(
         """
         x = input
-        clone = clone(x,)
+        clone = clone(x)
         mul_ = mul_(clone, 3)
-        dropout = dropout(x,)
-        sin = sin(clone,)
-        return ((sin,),)
+        dropout = dropout(x)
+        sin = sin(clone)
+        return ((sin))
         """
     )
 
