@@ -1,0 +1,47 @@
+"""Draw the pictures that the documentation shows: ``python scripts/make_images.py``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fxcapture as fxc
+from fxcapture.drawing import draw, draw_timeline
+from fxcapture.memory import estimate
+
+ROOT = Path(__file__).parent.parent
+IMAGES = ROOT / "docs" / "images"
+
+
+def main() -> None:
+    IMAGES.mkdir(exist_ok=True)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
+        num_attention_heads=8, vocab_size=8000, use_cache=False,
+        attn_implementation="eager",
+    )  # fmt: skip
+    hidden = fxc.Tap("model.layers.*", output=0, select=[0, -2], initial=True)
+    maps = fxc.Tap("model.layers.*.self_attn", output=1, select=[4])
+    with torch.device("meta"):
+        large = LlamaForCausalLM(config)
+    ids = torch.empty(1, 1024, dtype=torch.int64, device="meta")
+    cost = estimate(large, {"hidden": hidden}, (ids,))
+    (IMAGES / "timeline.svg").write_text(draw_timeline(cost))
+
+    small = LlamaForCausalLM(
+        LlamaConfig(**(config.to_dict() | {"hidden_size": 64, "vocab_size": 100}))
+    ).eval()
+    spec = {"hidden": hidden, "maps": maps}
+    captured = fxc.compile(small, spec, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        captured(torch.zeros(2, 32, dtype=torch.int64))
+    (IMAGES / "picture.svg").write_text(draw(captured, "svg"))
+    for plot in (ROOT / "benchmarks" / "results").glob("*.svg"):
+        shutil.copy(plot, IMAGES / plot.name)
+
+
+if __name__ == "__main__":
+    main()
