@@ -511,12 +511,3 @@ def register_pytree(
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def constant_result(function: _F) -> _F:
-    """``torch.compiler.assume_constant_result``, which has no annotations in torch.
-
-    The function has to exist before Dynamo traces the call.
-    """
-    torch.compiler.assume_constant_result(function)  # type: ignore[no-untyped-call]
-    return function

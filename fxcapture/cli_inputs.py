@@ -180,13 +180,15 @@ def _transformers_class(name: str) -> Callable[..., Any]:
 
 
 def _is_transformers(factory: Any) -> bool:
-    return inspect.isclass(factory) and hasattr(factory, "config_class")
+    return inspect.isclass(factory) and (
+        hasattr(factory, "config_class") or hasattr(factory, "from_config")
+    )
 
 
 def _from_config(
     cls: Any, name: str, config: Path | None, values: dict[str, Any], *, meta: bool
 ) -> nn.Module:
-    if cls.config_class is None:
+    if getattr(cls, "config_class", None) is None:
         raise UsageError(
             f"{name} is for every architecture, so it has no configuration of its own",
             "name the architecture's class, such as LlamaForCausalLM",

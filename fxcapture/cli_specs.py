@@ -76,7 +76,7 @@ def parse_tap(text: str) -> tuple[str, Tap]:
             "write name=target,field=value,..., such as "
             "'hidden=model.layers.*,output=0,select=[0,-2],initial'",
         )
-    fields: dict[str, Any] = {"target": scalar(parts[0])}
+    fields: dict[str, Any] = {"target": _targets(parts[0])}
     for part in parts[1:]:
         key, equals, value = (p.strip() for p in part.partition("="))
         if key in _FLAGS and not equals:
@@ -109,6 +109,13 @@ def _tap(fields: dict[str, Any], where: str) -> Tap:
         raise
     except Exception as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def _targets(text: str) -> Any:
+    """One target, or those of a list in brackets; text, also where it is a number."""
+    if text.startswith("[") and text.endswith("]"):
+        return split_outside_brackets(text[1:-1])
+    return text
 
 
 def _target(target: Any) -> Any:

@@ -13,12 +13,14 @@ import torch
 from torch import fx, nn
 
 from fxcapture import _compat
+from fxcapture.declared_spec import declared_spec
 from fxcapture.errors import EagerSiteError, SpecTypeError
 from fxcapture.frontends.dynamo import DynamoProgram
 from fxcapture.frontends.functional import collector
 from fxcapture.frontends.graph_program import WholeGraph
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
+from fxcapture.outputs import has_field, inject_records
 from fxcapture.plan import Slot, canonical_selection
 from fxcapture.records import Captured, Records
 from fxcapture.selector import Selector
@@ -51,7 +53,9 @@ def compile(  # noqa: A001 - the name torch users look for
 
     Args:
         model: The model.  It is not changed, now or by a call.
-        spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
+        spec: What to capture; a mapping is made into a :class:`CaptureSpec`.  ``None``:
+            what the model declares with ``_can_record_outputs``; the records then stand
+            in the returned output object as well, where it has such fields.
         keep_output: With ``False`` the caller wants the records alone: the program ends
             at the last operation that a record needs, and ``output`` is ``None``.
             Buffers that later layers would have written are then not written.
@@ -89,11 +93,13 @@ def compile(  # noqa: A001 - the name torch users look for
         raise SpecTypeError(
             f"on_eager={on_eager!r} is not known", remedy='pass "allow" or "error"'
         )
+    declared = spec is None
     if spec is None:
-        raise SpecTypeError("no spec")
-    if not isinstance(spec, CaptureSpec):
+        spec = declared_spec(_compat.unwrap_optimized(model))
+    elif not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     settings = {
+        "declared": declared,
         "keep_output": keep_output,
         "regions": None if regions is None else Selector.of(regions),
         "on_eager": on_eager,
@@ -142,6 +148,7 @@ class CapturedModule(nn.Module):
         if program is None:
             kwargs = dict(settings)
             kwargs.pop("on_eager")
+            kwargs.pop("declared")
             program = DynamoProgram(
                 model,
                 spec,
@@ -201,6 +208,9 @@ class CapturedModule(nn.Module):
         output, records = program.run(args, kwargs, selection, capture_inputs)
         if self._fxc_settings["on_eager"] == "error":
             _refuse_eager(program)
+        if self._fxc_settings["declared"]:
+            fields = {n: v for n, v in records.items() if has_field(output, n)}
+            output = inject_records(output, fields) if fields else output
         return Captured(output, records)
 
     def select(self, **select: Any) -> CapturedModule:

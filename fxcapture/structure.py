@@ -33,7 +33,7 @@ import torch
 from fxcapture import _compat
 from fxcapture.errors import ElementError, UnsupportedOutputError, nearest
 
-__all__ = ["Structure", "encode", "parse"]
+__all__ = ["Structure", "build_container", "encode", "parse"]
 
 _MAX_DEPTH = 24
 
@@ -173,11 +173,7 @@ class Structure:
                 remedy="name a tensor element of the output with output=",
             )
         values = [child.build(tensor, size) for child in self.children]
-        if self.kind == "sequence":
-            return _build_sequence(self.cls or tuple, values)
-        if self.kind == "dict":
-            return _build_dict(self.cls or dict, self.keys, values)
-        return _build_dataclass(self.cls or object, self.keys, values)
+        return build_container(self.kind, self.cls or object, self.keys, values)
 
     def element(self, name: int | str | None, what: str) -> Structure:
         """The part that ``output=name`` means.
@@ -266,6 +262,24 @@ def _sequence_fields(cls: type) -> tuple[str, ...]:
         match = getattr(cls, "__match_args__", ())
         return tuple(match)
     return ()
+
+
+def build_container(
+    kind: str, cls: type, keys: Sequence[Any], values: list[Any]
+) -> Any:
+    """A container of a class, filled without running its constructor.
+
+    Args:
+        kind: As in :class:`Structure`.
+        cls: The class.
+        keys: Keys of a dict or field names of a dataclass.
+        values: The parts, in order.
+    """
+    if kind == "sequence":
+        return _build_sequence(cls, values)
+    if kind == "dict":
+        return _build_dict(cls, keys, values)
+    return _build_dataclass(cls, keys, values)
 
 
 def _build_sequence(cls: type, values: list[Any]) -> Any:

@@ -94,6 +94,8 @@ class DynamoProgram:
         self.reducers = reducers_of(spec)
         self.inner = _compat.resolve_backend(backend, mode, options, dynamic)
         self._backend_given = backend
+        #: Where the conversions cost memory; other backends run the graph as it is.
+        self.share_masks = backend == "inductor"
         self.bound: Match = match(spec, model)
         self.last_sites = SiteTable()
         self.regional = regions is not None

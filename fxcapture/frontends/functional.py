@@ -27,7 +27,7 @@ from fxcapture.plan import Match, Plan, Slot, match, reducers_of, resolve
 from fxcapture.records import Captured, Records
 from fxcapture.sites import Site, SiteTable
 from fxcapture.spec import CaptureSpec
-from fxcapture.structure import Structure, encode, parse
+from fxcapture.structure import Structure, build_container, encode, parse
 
 __all__ = ["Function", "collect", "collector", "functional"]
 
@@ -138,7 +138,7 @@ def _getter(values: Sequence[Any]) -> Callable[[int], Any]:
     return lambda i: values[i]
 
 
-@_compat.constant_result
+@_compat.constant
 def _read(text: str) -> tuple[int, Any]:
     """Number of tensors of a written structure, and its template."""
     structure = parse(text)
@@ -167,11 +167,11 @@ def collector(
     _compat.register_pytree(Records, _flatten, _unflatten)
     _compat.register_pytree(_Blank, lambda b: (b.leaves, b.context), _unflatten)
 
-    @_compat.constant_result
+    @_compat.constant
     def targets() -> tuple[Target, ...]:
         return match(spec, model).targets
 
-    @_compat.constant_result
+    @_compat.constant
     def layout(shapes: Sequence[_Shape], selection: Selection) -> _Layout:
         return _layout(spec, match(spec, model), shapes, selection)
 
@@ -265,7 +265,7 @@ def _slot_layout(slot: Slot, marks: Sequence[tuple[int, int]]) -> _SlotLayout:
 
 
 def _template(structure: Structure) -> tuple[Any, ...]:
-    """A structure as nested tuples; a class of its own stands in a closed function."""
+    """A structure as nested tuples of constants."""
     if structure.kind in ("tensor", "int"):
         return structure.kind, structure.index
     if structure.kind == "const":
@@ -275,22 +275,7 @@ def _template(structure: Structure) -> tuple[Any, ...]:
         return "tuple" if structure.cls is tuple else "list", parts
     if structure.cls is dict:
         return "dict", structure.keys, parts
-    return "other", _rebuilder(structure), parts
-
-
-def _rebuilder(structure: Structure) -> Callable[[list[Any]], Any]:
-    """A function from the parts of a container to the container."""
-    flat = dataclasses.replace(
-        structure,
-        children=tuple(
-            Structure("tensor", index=i) for i in range(len(structure.children))
-        ),
-    )
-
-    def rebuild(parts: list[Any]) -> Any:
-        return flat.build(lambda i: parts[i], lambda i: parts[i])
-
-    return rebuild
+    return structure.kind + " class", structure.cls, structure.keys, parts
 
 
 def _fill(
@@ -312,7 +297,7 @@ def _fill(
         return parts
     if kind == "dict":
         return dict(zip(template[1], parts, strict=True))
-    return template[1](parts)
+    return build_container(kind.removesuffix(" class"), template[1], template[2], parts)
 
 
 def _value(slot: _SlotLayout | None, seen: Sequence[Observation]) -> Any:

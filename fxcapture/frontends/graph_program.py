@@ -170,6 +170,7 @@ class WholeGraph:
             plan.wanted(),
             plan.wanted_sizes(),
             prune=not self._program.keep_output,
+            share_masks=self._program.share_masks,
         )
         inputs: tuple[int, ...] | None = None
         if not self._program.keep_output:
@@ -280,7 +281,9 @@ class Piece:
             )
         # Entries and results of one call may stand in two marks, each a site here: both
         # are tapped at once, and joined when the run ends.
-        self._graph_module = passes.rewrite(kept, marked, wanted, sizes)
+        self._graph_module = passes.rewrite(
+            kept, marked, wanted, sizes, share_masks=program.share_masks
+        )
         tokens = frozenset(t for t in self._tokens if t is not None)
         passes.drop_inputs(self._graph_module, tokens)
         self._graph_module.recompile()

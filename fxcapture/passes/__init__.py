@@ -11,6 +11,7 @@
 ``erase_marks``        remove marks and what was computed for them alone
 ``drop_inputs``        drop inputs that nothing uses: tokens, parameters of lost layers
 ``locate_tokens``      which input names each mark's module (an analysis)
+``share_mask_conversion``  make a mask's additive form once for all layers (Inductor)
 ``prune_unneeded``     end the graph where its outputs end (records only)
 ``verify_graph``       check what must hold afterwards
 =====================  ===============================================================
@@ -43,6 +44,7 @@ from fxcapture.passes.leave_transforms import leave_transforms
 from fxcapture.passes.lift_taps import lift_taps
 from fxcapture.passes.locate_tokens import locate_tokens
 from fxcapture.passes.prune_unneeded import prune_unneeded
+from fxcapture.passes.share_mask_conversion import share_mask_conversion
 from fxcapture.passes.verify_graph import verify_graph
 from fxcapture.plan import Leaf
 
@@ -67,6 +69,7 @@ __all__ = [
     "reuses_bodies",
     "rewrite",
     "runs_branches",
+    "share_mask_conversion",
     "tensor_inputs",
     "verify_graph",
     "walk",
@@ -81,6 +84,7 @@ def rewrite(
     wanted_sizes: Mapping[int, Mapping[tuple[bool, int], None]],
     *,
     prune: bool = False,
+    share_masks: bool = False,
 ) -> fx.GraphModule:
     """A copy of a marked graph whose extra outputs are the wanted values.
 
@@ -92,6 +96,7 @@ def rewrite(
         wanted: Site index to the tensor leaves to bring out.
         wanted_sizes: Site index to the integer leaves to bring out.
         prune: End the graph at the last operation that an output needs.
+        share_masks: Convert boolean attention masks once for all layers.
 
     Raises:
         UnreachableValueError: a wanted value cannot leave a body.
@@ -106,6 +111,8 @@ def rewrite(
     erase_marks(made)
     if prune:
         prune_unneeded(made)
+    if share_masks:
+        share_mask_conversion(made)
     for owner in {id(o): o for o, _, _ in walk(made)}.values():
         owner.recompile()
     verify_graph(made)
