@@ -201,7 +201,7 @@ def test_programs_give_the_eager_records_in_a_process_without_the_model(
 def test_a_package_gives_the_eager_records(
     make: Callable[[int], Family], tmp_path: Path
 ) -> None:
-    family = make(2)
+    family = make(1)
     model, inputs, dynamic, spec = family
     model.eval()
     with torch.no_grad():

@@ -1,0 +1,117 @@
+"""The Dynamo backend: records of code that calls torch.compile itself."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fxcapture as fxc
+from fxcapture import Tap
+from fxcapture.dynamo_backend import backend, dynamo_backend, recording
+from fxcapture.errors import CaptureError, SpecTypeError
+from tests.reference import assert_records, eager_records
+
+
+class Pair(nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x.sin(), x.cos()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.pair = Pair()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.pair(self.layers(x))[0].mul_(2)
+
+
+SPEC = fxc.CaptureSpec(
+    {"linear": Tap(nn.Linear, select=[-1]), "first": Tap("layers.0", reduce=torch.sin)}
+)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+def test_records_are_those_of_eager_hooks(inner: str) -> None:
+    model = Model()
+    compiled = torch.compile(model, backend=backend(SPEC, inner=inner), fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        with recording() as records:
+            output = compiled(x)
+        expected, want = eager_records(model, SPEC, lambda x=x: model(x))
+
+        assert_records(want, records.calls[0], 1e-6)
+        torch.testing.assert_close(output, expected)
+        assert records["first"][0].shape == (3, 4)
+        assert records.paths("linear") == ("layers.0", "layers.2")
+
+
+def test_every_call_of_a_recording_is_kept_and_none_outside_of_it() -> None:
+    compiled = torch.compile(Model(), backend=backend(SPEC, inner="eager"))
+    compiled(torch.randn(3, 4))
+    with recording() as outer:
+        compiled(torch.randn(3, 4))
+        with recording() as inner:
+            compiled(torch.randn(3, 4))
+            compiled(torch.randn(3, 4))
+
+    assert (len(outer.calls), len(inner.calls)) == (1, 2)
+    with (
+        recording() as empty,
+        pytest.raises(CaptureError, match="nothing was recorded"),
+    ):
+        empty["linear"]
+
+
+def test_threads_do_not_see_each_others_records() -> None:
+    compiled = torch.compile(Model(), backend=backend(SPEC, inner="eager"))
+    compiled(torch.randn(3, 4))
+    counts = {}
+
+    def work(number: int) -> None:
+        with recording() as records:
+            for _ in range(number):
+                compiled(torch.randn(3, 4))
+        counts[number] = len(records.calls)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in (2, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert counts == {2: 2, 5: 5}
+
+
+def test_the_registered_backend_takes_its_spec_from_the_options() -> None:
+    compiled = torch.compile(
+        Model(), backend=dynamo_backend, options={"spec": SPEC, "inner": "eager"}
+    )
+    with recording() as records:
+        compiled(torch.randn(3, 4))
+
+    assert set(records) == {"linear", "first"}
+    with pytest.raises(SpecTypeError, match="no spec"):
+        dynamo_backend(torch.fx.symbolic_trace(Model()), [])
+
+
+@pytest.mark.parametrize(
+    ("tap", "why"),
+    [
+        (Tap("pair"), "returns one tensor or a container"),
+        (Tap(""), "flat tuple of tensors"),
+        (Tap("layers.0", point="input"), "which values were its arguments"),
+    ],
+)
+def test_what_the_graph_does_not_determine_is_refused(tap: Tap, why: str) -> None:
+    compiled = torch.compile(Model(), backend=backend({"x": tap}, inner="eager"))
+
+    with pytest.raises(Exception, match=why) as caught:  # Dynamo's, with ours in it
+        compiled(torch.randn(3, 4))
+
+    assert "AmbiguousSiteError" in str(caught.value)
