@@ -12,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -110,7 +111,8 @@ def make_manifest(
 ) -> Manifest:
     """The manifest of a program that this process makes."""
     try:
-        text: str | None = spec.to_json()
+        # In the form in which the manifest gives it back.
+        text: str | None = json.dumps(json.loads(spec.to_json()))
     except SpecError:
         text = None
     return Manifest(

@@ -149,7 +149,7 @@ def test_records_alone_leave_the_rest_of_the_graph_out() -> None:
 
 
 def test_errors_name_what_is_wrong() -> None:
-    with pytest.raises(TargetNotFoundError, match="'frist'.*no module"):
+    with pytest.raises(TargetNotFoundError, match=r"'frist'.*no module"):
         instrument(by_fx(), {"x": Tap("frist")})
     with pytest.raises(SpecTypeError, match="type Linear"):
         instrument(nn.Linear(1, 1), {"x": Tap("x")})  # type: ignore[arg-type]

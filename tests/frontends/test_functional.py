@@ -183,7 +183,7 @@ def test_gradients_flow_through_records(model: nn.Module) -> None:
 def test_a_module_that_no_call_reaches_is_an_error(model: nn.Module) -> None:
     fn, params, buffers = functional(model, {"unused": Tap("unused")})
 
-    with pytest.raises(NeverCalledError, match="'unused'.*never called"):
+    with pytest.raises(NeverCalledError, match=r"'unused'.*never called"):
         fn(params, buffers, torch.randn(2, 6))
     with pytest.raises(TargetNotFoundError, match="'blokcs'"):
         functional(model, {"x": Tap("blokcs")})
