@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ import yaml
 
 import fxcapture as fxc
 from fxcapture import errors
+from fxcapture.integrations import transformers as integration
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
@@ -28,13 +31,60 @@ BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: Pages that show what others run: README's first block is the tutorial's, in short.
 SKIPPED_LANGUAGES = {"sh", "text", "bash", ""}
 
+#: What a reader of a page has and its blocks leave out: page, block, code before it.
+GIVEN = {
+    ("docs/model-authors.md", 1): """
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutput as MyOutput
+
+class MyAttention(nn.Module):
+    def forward(self, x):
+        return x, x @ x.mT
+
+class MyBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn = MyAttention()
+
+    def forward(self, x, **kwargs):
+        return x + self.self_attn(x)[0]
+""",
+    ("docs/model-authors.md", 2): """
+import types
+
+model = MyModel()
+model.config = types.SimpleNamespace(
+    num_hidden_layers=3, use_cache=False, output_hidden_states=False,
+    output_attentions=False, return_dict=True,
+)
+model.embed, model.norm = nn.Embedding(9, 4), nn.LayerNorm(4)
+model.layers = nn.ModuleList(MyBlock() for _ in range(3))
+ids = torch.arange(6).reshape(1, 6)
+""",
+    ("docs/transformers.md", 2): """
+import torch
+from transformers import LlamaConfig, LlamaModel
+
+class AutoModel:
+    @staticmethod
+    def from_pretrained(name):
+        return LlamaModel(LlamaConfig(
+            hidden_size=32, intermediate_size=64, num_hidden_layers=3,
+            num_attention_heads=2, vocab_size=50, use_cache=False,
+        )).eval()
+
+inputs = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
+""",
+}
+
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     return BLOCK.findall(page.read_text())
 
 
 def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
+    return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
 
 
 @pytest.fixture
@@ -44,6 +94,8 @@ def quick_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    # A page that installs the integration leaves it installed.
+    integration.uninstall()
 
 
 def run_python(page: Path, namespace: dict[str, Any]) -> int:
@@ -51,6 +103,7 @@ def run_python(page: Path, namespace: dict[str, Any]) -> int:
     for language, code in blocks(page):
         if language == "python":
             count += 1
+            exec(GIVEN.get((name_of(page), count), ""), namespace)
             exec(compile(code, f"{page.name}, block {count}", "exec"), namespace)
         elif language == "console":
             run_console(code)
@@ -61,6 +114,14 @@ def run_python(page: Path, namespace: dict[str, Any]) -> int:
         else:
             assert language in SKIPPED_LANGUAGES, language
     return count
+
+
+def new_module(page: Path) -> dict[str, Any]:
+    """A namespace that is a module: Dynamo looks up what a class refers to there."""
+    name = "docs_" + re.sub(r"\W", "_", name_of(page))
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    return module.__dict__
 
 
 def run_console(code: str) -> None:
@@ -79,7 +140,7 @@ def run_console(code: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path) -> None:
     torch._dynamo.reset()
-    run_python(page, {"__name__": "docs"})
+    run_python(page, new_module(page))
 
 
 @pytest.mark.usefixtures("quick_backend")
