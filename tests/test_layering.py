@@ -20,9 +20,9 @@ LAYERS = (
     ("spec",),
     ("attention_tap",),
     ("sites", "records"),
-    ("mark",),
+    ("mark", "declare"),
     ("match",),
-    ("plan",),
+    ("plan", "declared_spec", "outputs"),
     ("passes",),
     ("frame", "manifest"),
     ("frontends",),
@@ -98,6 +98,8 @@ ALLOWED_PRIVATE = {
     # The class of operator overloads has no public name.
     ("prune_unneeded.py", "torch._ops"),
     ("prune_unneeded.py", "torch._ops.OpOverload"),
+    ("fx.py", "torch._ops"),
+    ("fx.py", "torch._ops.OpOverload"),
     ("resolve.py", "torch._dynamo"),
     ("resolve.py", "torch._dynamo.config"),
 }

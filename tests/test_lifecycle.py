@@ -434,12 +434,6 @@ class UsesAnother(nn.Module):
         return self.head(output + records["hidden"][0])
 
 
-TRACED_INTO = pytest.mark.xfail(
-    strict=True, reason="an outer Dynamo traces into the captured call"
-)
-
-
-@TRACED_INTO
 def test_a_captured_model_inside_a_plainly_compiled_function() -> None:
     captured = compiled(encoder(), {"hidden": "layers.*"})
     outer = torch.compile(
@@ -453,7 +447,6 @@ def test_a_captured_model_inside_a_plainly_compiled_function() -> None:
         assert_same((output + 1, want["hidden"][0]), outer(ids()))
 
 
-@TRACED_INTO
 def test_a_captured_model_inside_a_captured_model() -> None:
     inner = compiled(encoder(), {"hidden": "layers.*"})
     torch.manual_seed(3)
