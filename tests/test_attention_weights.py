@@ -1,0 +1,322 @@
+"""Attention weights beside a fused kernel are what eager attention returns."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import fxcapture as fxc
+from fxcapture.attention import Attention, FusedCall, attention_weights
+from fxcapture.attention_tap import AttentionWeights
+from fxcapture.errors import SpecError, SpecTypeError, UnsupportedOutputError
+from tests.modes import MODES, compile_in
+
+transformers = pytest.importorskip("transformers")
+
+# Dynamo looks at .grad of a region's inputs, which are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": 31}
+IDS = torch.arange(14).reshape(2, 7)
+PADDING = torch.tensor([[1, 1, 1, 1, 1, 0, 0], [1] * 7])
+
+
+def llama() -> tuple[Any, Any, str]:
+    config = transformers.LlamaConfig(**SIZES, **GROUPED)
+    return transformers.LlamaModel, config, "layers.*.self_attn"
+
+
+def qwen3() -> tuple[Any, Any, str]:
+    config = transformers.Qwen3Config(**SIZES, **GROUPED)
+    return transformers.Qwen3Model, config, "layers.*.self_attn"
+
+
+def mistral() -> tuple[Any, Any, str]:
+    config = transformers.MistralConfig(**SIZES, **GROUPED, sliding_window=3)
+    return transformers.MistralModel, config, "layers.*.self_attn"
+
+
+def bert() -> tuple[Any, Any, str]:
+    config = transformers.BertConfig(**SIZES, vocab_size=31)
+    return transformers.BertModel, config, "encoder.layer.*.attention.self"
+
+
+def t5() -> tuple[Any, Any, str]:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=31
+    )
+    return transformers.T5EncoderModel, config, "encoder.block.*.layer.0.SelfAttention"
+
+
+def clip() -> tuple[Any, Any, str]:
+    config = transformers.CLIPTextConfig(**SIZES, vocab_size=31, eos_token_id=2)
+    return transformers.CLIPTextModel, config, "re:.*layers.\\d+.self_attn"
+
+
+MODELS = {f.__name__: f for f in (llama, qwen3, mistral, bert, t5, clip)}
+
+
+def pair(name: str) -> tuple[nn.Module, nn.Module, str]:
+    """One model with fused and one with eager attention, of the same weights."""
+    cls, config, target = MODELS[name]()
+    torch.manual_seed(0)
+    made = []
+    for kind in ("sdpa", "eager"):
+        own = copy.deepcopy(config)
+        own._attn_implementation = kind
+        made.append(cls(own).eval())
+    made[1].load_state_dict(made[0].state_dict())
+    return made[0], made[1], target
+
+
+@pytest.mark.parametrize(
+    ("name", "masked"),
+    [(name, True) for name in MODELS] + [("llama", False), ("t5", False)],
+)
+def test_weights_equal_those_of_eager_attention(name: str, masked: bool) -> None:
+    fused, eager, target = pair(name)
+    inputs = {"input_ids": IDS} | ({"attention_mask": PADDING} if masked else {})
+    spec = {
+        "all": AttentionWeights(target, select=[0, -1]),
+        "part": AttentionWeights(target, heads=[3, 0], queries=[0, -3]),
+    }
+    captured = fxc.compile(fused, spec, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        output, records = captured(**inputs)
+        wanted = eager(**inputs, output_attentions=True).attentions
+        plain = fused(**inputs)
+
+    assert torch.equal(output.last_hidden_state, plain.last_hidden_state)
+    assert [i for i, v in enumerate(records["all"]) if v is None] == list(
+        range(1, len(wanted) - 1)
+    )
+    for i in (0, -1):
+        torch.testing.assert_close(records["all"][i], wanted[i], rtol=1e-5, atol=1e-6)
+    for got, whole in zip(records["part"], wanted, strict=True):
+        part = whole[:, [3, 0]][:, :, [0, -3]]
+        torch.testing.assert_close(got, part, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_gives_the_same(mode: str) -> None:
+    fused, eager, target = pair("llama")
+    spec = {"last": AttentionWeights(target, queries=-1)}
+    captured = compile_in(mode, fused, spec, regions="layers.*")
+    with torch.no_grad():
+        for _ in range(2):
+            _, records = captured(IDS, attention_mask=PADDING, use_cache=False)
+        wanted = eager(IDS, attention_mask=PADDING, output_attentions=True).attentions
+
+    for got, whole in zip(records["last"], wanted, strict=True):
+        torch.testing.assert_close(got, whole[:, :, -1:], rtol=1e-5, atol=1e-6)
+
+
+def test_a_key_value_cache_makes_the_weights_longer_than_the_queries() -> None:
+    fused, eager, target = pair("llama")
+    captured = fxc.compile(
+        fused, {"a": AttentionWeights(target)}, backend="aot_eager", fullgraph=True
+    )
+    with torch.no_grad():
+        caches = [m(IDS[:, :5], use_cache=True).past_key_values for m in (fused, eager)]
+        _, records = captured(IDS[:, 5:], past_key_values=caches[0])
+        wanted = eager(
+            IDS[:, 5:], past_key_values=caches[1], output_attentions=True
+        ).attentions
+
+    assert records["a"][0].shape == (2, 4, 2, 7)
+    for got, whole in zip(records["a"], wanted, strict=True):
+        torch.testing.assert_close(got, whole, rtol=1e-5, atol=1e-6)
+
+
+def test_the_kernel_stays_and_nothing_is_computed_for_layers_not_selected() -> None:
+    fused, _, target = pair("llama")
+    graphs: dict[str, Any] = {}
+    for name, spec in (
+        ("one", {"a": AttentionWeights(target, select=[1])}),
+        ("none", {"h": fxc.Tap("layers.1")}),
+    ):
+        captured = fxc.compile(fused, spec, backend="eager", fullgraph=True)
+        with torch.no_grad():
+            captured(IDS, attention_mask=PADDING, use_cache=False)
+        graphs[name] = captured.graphs[0].graph
+    count = {
+        name: [
+            sum(n.target is f for n in graph.nodes)
+            for f in (F.scaled_dot_product_attention, torch.softmax)
+        ]
+        for name, graph in graphs.items()
+    }
+
+    assert count == {"one": [3, 1], "none": [3, 0]}
+
+
+def test_a_new_selection_needs_no_new_trace() -> None:
+    fused, eager, target = pair("llama")
+    spec = {"a": AttentionWeights(target, select=[0])}
+    captured = fxc.compile(fused, spec, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        wanted = eager(IDS, output_attentions=True).attentions
+        for k in (0, 2, 1):
+            records = captured(IDS, select={"a": [k]}).records
+
+            torch.testing.assert_close(records["a"][k], wanted[k])
+
+
+def test_treatments_apply_to_weights() -> None:
+    fused, eager, target = pair("bert")
+    spec = {
+        "a": AttentionWeights(
+            target, reduce=lambda w: w.mean(1), dtype=torch.float64, detach=True
+        )
+    }
+    captured = fxc.compile(fused, spec, backend="aot_eager", fullgraph=True)
+    _, records = captured(IDS)
+    wanted = eager(IDS, output_attentions=True).attentions
+
+    assert not records["a"][0].requires_grad
+    torch.testing.assert_close(
+        records["a"][0], wanted[0].mean(1).double(), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_gradients_flow_through_weights() -> None:
+    fused, eager, target = pair("llama")
+    captured = fxc.compile(
+        fused, {"a": AttentionWeights(target)}, backend="aot_eager", fullgraph=True
+    )
+    captured(IDS, use_cache=False).records["a"][1].square().sum().backward()
+    eager(IDS, output_attentions=True).attentions[1].square().sum().backward()
+    names = ["layers.0.mlp.up_proj.weight", "layers.1.self_attn.q_proj.weight"]
+
+    for name in names:
+        torch.testing.assert_close(
+            fused.get_parameter(name).grad, eager.get_parameter(name).grad
+        )
+
+
+# -- the computation itself, against the kernel with a unit value matrix ---------------
+
+
+def kernel_weights(call: FusedCall) -> torch.Tensor:
+    """The fused kernel applied to the unit matrix returns its weights."""
+    keys = call.key.shape[-2]
+    value = torch.eye(keys, dtype=call.key.dtype).expand(*call.key.shape[:-2], -1, -1)
+    return F.scaled_dot_product_attention(
+        call.query,
+        call.key,
+        value,
+        attn_mask=call.mask,
+        is_causal=call.is_causal,
+        scale=call.scale,
+        enable_gqa=call.enable_gqa,
+    )
+
+
+BOOLEAN = torch.rand(2, 1, 5, 6, generator=torch.manual_seed(0)) > 0.4
+BOOLEAN[0, 0, 2] = False
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "boolean mask, a row reads nothing": {"mask": BOOLEAN},
+    "additive mask": {"mask": torch.randn(4, 5, 6)},
+    "mask of one row": {"mask": torch.ones(2, 1, 1, 6).bool()},
+    "scale": {"scale": 0.3},
+    "groups": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("wanted", [Attention(), Attention([2, 0], slice(1, None, 2))])
+@pytest.mark.parametrize("what", VARIANTS)
+def test_weights_are_what_the_kernel_reads(what: str, wanted: Attention) -> None:
+    fields: dict[str, Any] = {
+        "mask": None, "is_causal": False, "scale": None, "enable_gqa": False,
+    } | VARIANTS[what]  # fmt: skip
+    query = torch.randn(2, 4, 5, 8)
+    key = torch.randn(2, 2 if fields["enable_gqa"] else 4, 6, 8)
+    call = FusedCall(query, key, **fields)
+    expected = kernel_weights(call)
+    if wanted.heads is not None:
+        expected = expected[:, [2, 0]][:, :, 1::2]
+
+    got = attention_weights(call, wanted)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_half_precision_is_summed_in_float32_and_returned_in_half() -> None:
+    call = FusedCall(
+        torch.randn(1, 2, 5, 8).bfloat16(), torch.randn(1, 2, 6, 8).bfloat16(),
+        None, False, None, False,
+    )  # fmt: skip
+    got = attention_weights(call, Attention())
+
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.sum(-1), torch.ones(1, 2, 5).bfloat16(), atol=2e-2,
+                               rtol=0)  # fmt: skip
+
+
+# -- what is refused -------------------------------------------------------------------
+
+
+def run(model: nn.Module, tap: fxc.Tap, *args: Any) -> None:
+    fxc.compile(model, {"a": tap}, backend="eager")(*args)
+
+
+def test_a_module_without_a_fused_call_says_what_to_do() -> None:
+    fused, eager, target = pair("llama")
+
+    with pytest.raises(UnsupportedOutputError, match="no attention weights") as caught:
+        run(fused, AttentionWeights("layers.*.mlp"), IDS)
+    assert "never called torch.nn.functional.scaled_dot_product_attention" in str(
+        caught.value
+    )
+    with pytest.raises(UnsupportedOutputError, match="attn_implementation=.sdpa"):
+        run(eager, AttentionWeights(target), IDS)
+
+
+def test_a_module_with_several_fused_calls_says_to_target_those_below() -> None:
+    fused, _, _ = pair("llama")
+
+    with pytest.raises(UnsupportedOutputError, match="it made 3 fused calls"):
+        run(fused, AttentionWeights(""), IDS)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: AttentionWeights("x", heads="all"), SpecTypeError, "heads='all'"),
+        (lambda: AttentionWeights("x", queries=[]), SpecError, "selects nothing"),
+        (lambda: AttentionWeights("x", queries=slice(0, 9, -1)), SpecError, "step"),
+        (
+            lambda: fxc.Tap("x", output=0, attention=Attention()),
+            SpecError,
+            "no part of what the module returns",
+        ),
+    ],
+)
+def test_malformed_taps_are_refused(
+    make: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_the_tap_travels_as_json() -> None:
+    spec = fxc.CaptureSpec(
+        {
+            "a": AttentionWeights("x", heads=[2, 0], queries=slice(-2, None)),
+            "b": AttentionWeights("x"),
+        }
+    )
+
+    assert fxc.CaptureSpec.from_json(spec.to_json()) == spec
