@@ -227,7 +227,7 @@ def _tapped(
         position=position,
         entry=slot.entry,
         call=site.call,
-        shape=", ".join(shapes),
+        shape=", ".join(shapes) if slot.leaves else "no tensor",
         num_bytes=total if known else None,
         where="eager" if site.graph is None else f"graph {site.graph}",
     )

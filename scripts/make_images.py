@@ -21,7 +21,6 @@ def main() -> None:
     config = LlamaConfig(
         hidden_size=512, intermediate_size=1376, num_hidden_layers=8,
         num_attention_heads=8, vocab_size=8000, use_cache=False,
-        attn_implementation="eager",
     )  # fmt: skip
     hidden = fxc.Tap("model.layers.*", output=0, select=[0, -2], initial=True)
     maps = fxc.Tap("model.layers.*.self_attn", output=1, select=[4])
@@ -31,9 +30,8 @@ def main() -> None:
     cost = estimate(large, {"hidden": hidden}, (ids,))
     (IMAGES / "timeline.svg").write_text(draw_timeline(cost))
 
-    small = LlamaForCausalLM(
-        LlamaConfig(**(config.to_dict() | {"hidden_size": 64, "vocab_size": 100}))
-    ).eval()
+    sizes = {"hidden_size": 64, "vocab_size": 100, "attn_implementation": "eager"}
+    small = LlamaForCausalLM(LlamaConfig(**(config.to_dict() | sizes))).eval()
     spec = {"hidden": hidden, "maps": maps}
     captured = fxc.compile(small, spec, backend="eager", fullgraph=True)
     with torch.no_grad():
