@@ -29,7 +29,13 @@ from torch.overrides import TorchFunctionMode
 
 from fxcapture.errors import SpecError, SpecTypeError
 
-__all__ = ["Attention", "FusedCall", "WatchFused", "attention_weights"]
+__all__ = [
+    "Attention",
+    "FusedCall",
+    "WatchFused",
+    "attention_weights",
+    "call_with_weights",
+]
 
 #: Positions: each in the order given, or (start, stop, step); ``None`` for all.
 Positions = tuple[int, ...] | tuple[str, int | None, int | None, int | None] | None
@@ -209,6 +215,26 @@ def attention_weights(call: FusedCall, wanted: Attention) -> torch.Tensor:
             (scores == -math.inf).all(dim=-1, keepdim=True), 0.0
         )
     return weights.to(query.dtype)
+
+
+def call_with_weights(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    wanted: Attention | None = None,
+) -> tuple[Any, list[torch.Tensor]]:
+    """Call something, and compute the weights of each fused call that it makes.
+
+    For collectors that run in the trace, such as a decorated model's.
+
+    Returns:
+        What the function returned, and one tensor for each fused call.
+    """
+    calls: list[FusedCall] = []
+    with WatchFused(calls):
+        value = function(*args, **kwargs)
+    part = Attention() if wanted is None else wanted
+    return value, [attention_weights(call, part) for call in calls]
 
 
 _HALVES = (torch.float16, torch.bfloat16)

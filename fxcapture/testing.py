@@ -16,18 +16,21 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 
 from fxcapture import _compat
 from fxcapture.errors import VerificationError
+from fxcapture.frontends.inputs import find_inputs
 from fxcapture.mark import describe_forward
 from fxcapture.passes.base import PassResult
 from fxcapture.plan import Match, entry_name, match
 from fxcapture.program import CapturedModule
 from fxcapture.records import Captured, Records
+from fxcapture.reductions import Reduction
 from fxcapture.sites import format_table
 from fxcapture.spec import CaptureSpec, Tap
 
@@ -76,16 +79,19 @@ def eager_reference(
     model = _compat.unwrap_optimized(model)
     bound = match(spec, model)
     seen: list[_Seen] = []
-    args, kwargs = _copied(tuple(args)), _copied(dict(kwargs or {}))
+    given = dict(kwargs or {})
+    extra = given.pop("capture_inputs", None)
+    args, kwargs = _copied(tuple(args)), _copied(given)
+    inputs = find_inputs(spec, model, args, kwargs, extra)
     with _unchanged(model), _watching(model, bound, spec, seen):
         output = model(*args, **kwargs)
     values: dict[str, tuple[Any, ...]] = {}
     paths: dict[str, tuple[str, ...]] = {}
     for name, tap in spec.items():
         hits = [s for s in seen if s.path in bound.paths[name]]
-        entries = [(h.path, _value_of(h, tap)) for h in hits]
+        entries = [(h.path, _value_of(h, tap, inputs)) for h in hits]
         if tap.initial and hits:
-            first = _reduced(tap, hits[0].entries[0])
+            first = _reduced(tap, hits[0].entries[0], inputs)
             entries.insert(0, (hits[0].path, first))
         chosen = _chosen(tap.select, len(entries))
         values[name] = tuple(
@@ -103,12 +109,51 @@ class _Seen:
     path: str
     entries: dict[int | str, Any]
     result: Any
+    weights: list[torch.Tensor]
 
 
-def _value_of(seen: _Seen, tap: Tap) -> Any:
+def _value_of(seen: _Seen, tap: Tap, inputs: Mapping[str, Any]) -> Any:
+    if tap.attention is not None:
+        (weights,) = seen.weights
+        weights = _picked(weights, tap.attention.heads, 1)
+        return _reduced(tap, _picked(weights, tap.attention.queries, 2), inputs)
     if tap.point == "input":
-        return _reduced(tap, seen.entries[entry_name(tap)])  # type: ignore[index]
-    return _reduced(tap, _element(seen.result, tap.output))
+        return _reduced(tap, seen.entries[entry_name(tap)], inputs)  # type: ignore[index]
+    return _reduced(tap, _element(seen.result, tap.output), inputs)
+
+
+def _picked(value: torch.Tensor, positions: Any, dim: int) -> torch.Tensor:
+    places = list(range(value.shape[dim]))
+    if positions is not None and positions[0] == "slice":
+        places = places[slice(*positions[1:])]
+    elif positions is not None:
+        places = [places[i] for i in positions]
+    return value.index_select(dim, torch.tensor(places, device=value.device))
+
+
+class _NoteWeights(TorchFunctionMode):
+    """Notes the weights of fused calls: what they make of the unit matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        fused = torch.nn.functional.scaled_dot_product_attention
+        if func is fused:
+            bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args,
+                             strict=False)) | kwargs  # fmt: skip
+            key = bound["key"]
+            unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
+            unit = unit.expand(*key.shape[:-2], -1, -1)
+            more = {"value": unit, "dropout_p": 0.0}
+            if len(args) > 5:
+                more |= {"is_causal": args[5]}
+            self.weights.append(fused(**(bound | more)).detach())
+        return func(*args, **kwargs)
 
 
 def _element(value: Any, name: int | str | None) -> Any:
@@ -125,9 +170,11 @@ def _element(value: Any, name: int | str | None) -> Any:
     return value
 
 
-def _reduced(tap: Tap, value: Any) -> Any:
+def _reduced(tap: Tap, value: Any, inputs: Mapping[str, Any]) -> Any:
     def one(t: torch.Tensor) -> torch.Tensor:
-        if tap.reduce == "last":
+        if isinstance(tap.reduce, Reduction):
+            t = tap.reduce.apply(t, inputs.get(str(tap.reduce.source)))
+        elif tap.reduce == "last":
             t = t[:, -1]
         elif tap.reduce == "mean":
             t = t.mean(dim=1)
@@ -164,7 +211,7 @@ def _map(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
             made[key] = _map(item, function)
         return made
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
+        made = copy.copy(cast(Any, value))
         for field in dataclasses.fields(value):
             item = _map(getattr(value, field.name), function)
             object.__setattr__(made, field.name, item)
@@ -217,7 +264,8 @@ def _watching(
                 for name in target.real_path:
                     module = module._modules[name]  # type: ignore[assignment]
                 wanted = bound.entries[target.path]
-                _watch(stack, module, target.path, wanted, seen)
+                watched = bool(bound.attention.get(target.path))
+                _watch(stack, module, target.path, wanted, seen, watched)
         if bound.inside_fused:
             before = torch.backends.mha.get_fastpath_enabled()
             torch.backends.mha.set_fastpath_enabled(False)
@@ -231,21 +279,34 @@ def _watch(
     path: str,
     wanted: Sequence[int | str],
     seen: list[_Seen],
+    attention: bool,
 ) -> None:
     # Calls in progress of this module: the arguments, and whether forward has begun.
     calls: list[dict[str, Any]] = []
     names = describe_forward(module)[0]
-    original = module.forward
+    own_forward = module.forward
+    weights: list[list[torch.Tensor]] = []
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        if not attention:
+            return own_forward(*args, **kwargs)
+        with _NoteWeights() as noted:
+            value = own_forward(*args, **kwargs)
+        weights.append(noted.weights)
+        return value
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-        return {w: _snapshot(_argument(original, names, w, args, kwargs)) for w in wanted}
+        return {
+            w: _snapshot(_argument(own_forward, names, w, args, kwargs)) for w in wanted
+        }
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append({"entries": arguments(args, kwargs), "begun": False})
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
         call = calls.pop()
-        seen.append(_Seen(path, call["entries"], _snapshot(output)))
+        noted = weights.pop() if weights else []
+        seen.append(_Seen(path, call["entries"], _snapshot(output), noted))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if calls and not calls[-1]["begun"]:
@@ -253,7 +314,8 @@ def _watch(
             return original(*args, **kwargs)
         entries = arguments(args, kwargs)
         output = original(*args, **kwargs)
-        seen.append(_Seen(path, entries, _snapshot(output)))
+        noted = weights.pop() if weights else []
+        seen.append(_Seen(path, entries, _snapshot(output), noted))
         return output
 
     present, own = "forward" in module.__dict__, module.__dict__.get("forward")
@@ -353,16 +415,16 @@ def verify(captured: CapturedModule, *args: Any, **kwargs: Any) -> Verification:
                 why=f"the eager reference has {len(expected)}",
                 remedy="report it, with the model and the spec",
             )
-        pairs = [_difference(e, g, f"{name}[{i}]") for i, (e, g) in
-                 enumerate(zip(expected, got, strict=True))]
+        pairs = [
+            _difference(e, g, f"{name}[{i}]")
+            for i, (e, g) in enumerate(zip(expected, got, strict=True))
+        ]
         differences[name] = max((d for d, _ in pairs), default=0.0)
         scales[name] = max((s for _, s in pairs), default=0.0)
     kept = None
     if output is not None:
         kept = _difference(_snapshot(reference.output), output, "the output")[0]
-    return Verification(
-        differences=differences, output_difference=kept, scales=scales
-    )
+    return Verification(differences=differences, output_difference=kept, scales=scales)
 
 
 def _difference(expected: Any, got: Any, where: str) -> tuple[float, float]:
@@ -372,7 +434,8 @@ def _difference(expected: Any, got: Any, where: str) -> tuple[float, float]:
     parts = _parts(expected)
     if parts is None:
         same = expected == got or (expected != expected and got != got)
-        if not same and type(expected).__eq__ is not object.__eq__:
+        compares = "__eq__" in {k for c in type(expected).__mro__[:-1] for k in vars(c)}
+        if not same and compares:
             raise _differs(where, expected, got)
         return 0.0, 0.0
     others = _parts(got)

@@ -11,7 +11,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxcapture as fxc
-from fxcapture.attention import Attention, FusedCall, attention_weights
+from fxcapture.attention import (
+    Attention,
+    FusedCall,
+    attention_weights,
+    call_with_weights,
+)
 from fxcapture.attention_tap import AttentionWeights
 from fxcapture.errors import SpecError, SpecTypeError, UnsupportedOutputError
 from tests.modes import MODES, compile_in
@@ -280,7 +285,7 @@ def test_a_module_without_a_fused_call_says_what_to_do() -> None:
     assert "never called torch.nn.functional.scaled_dot_product_attention" in str(
         caught.value
     )
-    with pytest.raises(UnsupportedOutputError, match="attn_implementation=.sdpa"):
+    with pytest.raises(UnsupportedOutputError, match=r"attn_implementation=\"sdpa"):
         run(eager, AttentionWeights(target), IDS)
 
 
@@ -320,3 +325,23 @@ def test_the_tap_travels_as_json() -> None:
     )
 
     assert fxc.CaptureSpec.from_json(spec.to_json()) == spec
+
+
+def test_verify_compares_weights_with_the_kernel() -> None:
+    fused, _, target = pair("llama")
+    spec = {"a": AttentionWeights(target, heads=[1, 0], queries=slice(2, None))}
+    captured = fxc.compile(fused, spec, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        found = fxc.verify(captured, IDS, attention_mask=PADDING, use_cache=False)
+
+    assert found.differences["a"] < 1e-6
+
+
+def test_a_collector_in_the_trace_can_ask_for_weights() -> None:
+    fused, eager, _ = pair("llama")
+    with torch.no_grad():
+        _, weights = call_with_weights(fused, (IDS,), {"use_cache": False})
+        wanted = eager(IDS, output_attentions=True).attentions
+
+    assert len(weights) == 3
+    torch.testing.assert_close(weights[1], wanted[1], rtol=1e-5, atol=1e-6)

@@ -287,3 +287,14 @@ def test_a_capture_input_that_no_reduction_names_is_refused() -> None:
 def test_malformed_reductions_are_refused(make: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         make()
+
+
+def test_verify_knows_the_inputs_of_reductions() -> None:
+    spec = {
+        "m": fxc.Tap("layers.*", reduce=reductions.mean("attention_mask")),
+        "g": fxc.Tap("layers.*", reduce=reductions.gather("positions")),
+    }
+    captured = fxc.compile(Encoder(), spec, backend="aot_eager", fullgraph=True)
+    found = fxc.verify(captured, IDS, MASK, capture_inputs={"positions": POSITIONS})
+
+    assert max(found.differences.values()) < 1e-6
