@@ -81,7 +81,8 @@ def eager_reference(
     seen: list[_Seen] = []
     given = dict(kwargs or {})
     extra = given.pop("capture_inputs", None)
-    args, kwargs = _copied(tuple(args)), _copied(given)
+    args = tuple(_copied(tuple(args)))
+    kwargs = _copied(given)
     inputs = find_inputs(spec, model, args, kwargs, extra)
     with _unchanged(model), _watching(model, bound, spec, seen):
         output = model(*args, **kwargs)

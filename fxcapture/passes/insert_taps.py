@@ -2,8 +2,8 @@
 
 At the mark's position the value is what the caller of the module received.  Where
 a later write could show in it, the tap copies it there (an ordinary ``clone``); where
-nothing can, see :mod:`fxcapture.passes.find_aliases`, the tap is the value itself.  Each
-tap's ``meta[COPY]`` says which and why; ``gm.meta[COPIES]`` says it of all of them.
+nothing can, see :mod:`fxcapture.passes.find_aliases`, the tap is the value itself.
+Each tap's ``meta[COPY]`` says which and why; ``gm.meta[COPIES]`` says it of all.
 
 Not idempotent: each run adds taps.
 """
@@ -84,8 +84,6 @@ def _tap_tensor(
         options["dtype"] = leaf.dtype
     if leaf.device is not None:
         options["device"] = leaf.device
-        if _leaves_accelerator(example, leaf.device):
-            options["non_blocking"] = True
     converts = bool(options) and _converts(example, leaf)
     copied_before = _is_copy(source, leaf) and TAP not in source.meta
     if converts:
@@ -127,11 +125,6 @@ def _reason(aliases: Aliases, source: fx.Node, at: fx.Node, what: str) -> str:
 def _is_copy(source: fx.Node, leaf: Leaf) -> bool:
     """Whether the value is what the scope copied when the module was entered."""
     return leaf.kind == "derived" and source.target in ("clone", _ATEN["clone"])
-
-
-def _leaves_accelerator(example: Any, device: torch.device) -> bool:
-    """Whether moving a value there can overlap with what the accelerator does next."""
-    return example is not None and example.device.type not in ("cpu", device.type)
 
 
 def _converts(example: Any, leaf: Leaf) -> bool:
