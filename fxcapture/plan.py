@@ -355,9 +355,7 @@ def resolve(
     overrides = dict(selection)
     return Plan(
         records=tuple(
-            _resolve_record(
-                name, tap, bound, sites, overrides.get(name, tap.select)
-            )
+            _resolve_record(name, tap, bound, sites, overrides.get(name, tap.select))
             for name, tap in spec.items()
         )
     )

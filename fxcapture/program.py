@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
-import torch
 from torch import fx, nn
 
 from fxcapture import _compat
@@ -18,9 +17,9 @@ from fxcapture.errors import EagerSiteError, SpecTypeError
 from fxcapture.frontends.dynamo import DynamoProgram
 from fxcapture.frontends.functional import collector
 from fxcapture.frontends.graph_program import WholeGraph
+from fxcapture.outputs import has_field, inject_records
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
-from fxcapture.outputs import has_field, inject_records
 from fxcapture.plan import Slot, canonical_selection
 from fxcapture.records import Captured, Records
 from fxcapture.selector import Selector
@@ -29,7 +28,8 @@ from fxcapture.spec import CaptureSpec
 
 __all__ = ["CapturedModule", "compile"]
 
-def compile(  # noqa: A001 - the name torch users look for
+
+def compile(
     model: nn.Module,
     spec: CaptureSpec | Mapping[str, Any] | None = None,
     *,
@@ -85,9 +85,9 @@ def compile(  # noqa: A001 - the name torch users look for
     if not isinstance(model, nn.Module):
         raise SpecTypeError(
             f"model is of type {type(model).__name__}",
-            why="sites are calls of submodules, so the model has to be a torch.nn.Module",
-            remedy="pass the module; for a function that calls one, pass the module and "
-            "call the captured module inside the function",
+            why="sites are calls of submodules, so it has to be a torch.nn.Module",
+            remedy="pass the module; for a function that calls one, pass the module "
+            "and call the captured module inside the function",
         )
     if on_eager not in ("allow", "error"):
         raise SpecTypeError(
@@ -142,7 +142,12 @@ class CapturedModule(nn.Module):
         own = self.__dict__
         # The very dictionaries of the model: names have no prefix, and who swaps a
         # parameter here (torch.func.functional_call) swaps the model's.
-        for name in ("_parameters", "_buffers", "_non_persistent_buffers_set", "_modules"):
+        for name in (
+            "_parameters",
+            "_buffers",
+            "_non_persistent_buffers_set",
+            "_modules",
+        ):
             own[name] = model.__dict__[name]
         del own["training"]  # found on the model, through __getattr__
         if program is None:
@@ -269,7 +274,8 @@ class CapturedModule(nn.Module):
         delattr(self._fxc_model, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self._fxc_model)})
+        own = super().__dir__()  # type: ignore[no-untyped-call]
+        return sorted({*own, *dir(self._fxc_model)})
 
     def __repr__(self) -> str:
         return f"CapturedModule({self.spec!r})\n{self._fxc_model!r}"
@@ -317,9 +323,9 @@ def _delegate(name: str) -> Callable[..., Any]:
 for _name in dir(nn.Module):
     # The rest of the module interface.  What the call itself goes through stays: hooks
     # of the model run when the model is called, not a second time around it.
-    if not _name.startswith("_") and _name not in CapturedModule.__dict__:
-        if callable(getattr(nn.Module, _name)):
-            setattr(CapturedModule, _name, _delegate(_name))
+    _own = _name.startswith("_") or _name in CapturedModule.__dict__
+    if not _own and callable(getattr(nn.Module, _name)):
+        setattr(CapturedModule, _name, _delegate(_name))
 CapturedModule._apply = _delegate("_apply")  # type: ignore[method-assign]
 
 

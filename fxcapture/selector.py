@@ -128,10 +128,8 @@ class ModuleTable:
             yield from hidden.get(path, ())
 
 
-def _walk(
-    module: nn.Module, path: str, real: str, above: set[int]
-) -> Iterator[_Entry]:
-    """Depth first, every name of every module; a module inside itself is not entered."""
+def _walk(module: nn.Module, path: str, real: str, above: set[int]) -> Iterator[_Entry]:
+    """Depth first, every name of every module; none is entered inside itself."""
     yield _Entry(path, real, module)
     if id(module) in above:
         return
@@ -143,7 +141,9 @@ def _walk(
         if _is_wrapper(module, name):
             yield from _walk(child, path, real_child, above)
         else:
-            yield from _walk(child, f"{path}.{name}" if path else name, real_child, above)
+            yield from _walk(
+                child, f"{path}.{name}" if path else name, real_child, above
+            )
 
 
 @final
@@ -209,7 +209,9 @@ class Selector:
         if text.startswith("re:"):
             pattern = re.compile(text[3:])
             yield from (
-                first for path, first in table.aliases.items() if pattern.fullmatch(path)
+                first
+                for path, first in table.aliases.items()
+                if pattern.fullmatch(path)
             )
         elif text in table.aliases:
             yield table.aliases[text]
@@ -217,9 +219,7 @@ class Selector:
             yield stripped
         elif _GLOB.search(text):
             matcher = _glob(text)
-            yield from (
-                first for path, first in table.aliases.items() if matcher(path)
-            )
+            yield from (first for path, first in table.aliases.items() if matcher(path))
         elif text.isidentifier():
             yield from self._match_class_name(text, table)
 
@@ -229,15 +229,17 @@ class Selector:
             for base in type(entry.module).__mro__:
                 if base.__name__ == name:
                     named.setdefault(base)
-        roots = [c for c in named if not any(c is not o and issubclass(c, o) for o in named)]
+        roots = [
+            c for c in named if not any(c is not o and issubclass(c, o) for o in named)
+        ]
         if len(roots) > 1:
             raise AmbiguousTargetError(
                 f"target {name!r} names {len(roots)} unrelated classes of the model",
                 why=", ".join(f"{c.__module__}.{c.__qualname__}" for c in roots),
                 remedy="pass the class itself as the target, or a path or glob",
             )
-        for cls in roots:
-            yield from self._where(table, lambda p, m, cls=cls: isinstance(m, cls))
+        classes = tuple(roots)
+        yield from self._where(table, lambda _, module: isinstance(module, classes))
 
     def _where(self, table: ModuleTable, wanted: Predicate) -> Iterator[str]:
         for entry in table.candidates():
@@ -260,7 +262,10 @@ class Selector:
             text = part.removeprefix("re:")
             tail = text.rsplit(".", 1)[-1]
             near = nearest(text, table.aliases) or nearest(tail, table.aliases)
-            near = [f"{p!r} ({type(table.first[table.aliases[p]][1]).__name__})" for p in near]
+            near = [
+                f"{p!r} ({type(table.first[table.aliases[p]][1]).__name__})"
+                for p in near
+            ]
             near += nearest(text, classes)
         elif isinstance(part, type):
             near = nearest(part.__name__, classes)
@@ -281,7 +286,9 @@ class Selector:
         Raises:
             SpecError: a class or predicate cannot be imported by name.
         """
-        return [p if isinstance(p, str) else {"object": import_name(p)} for p in self.parts]
+        return [
+            p if isinstance(p, str) else {"object": import_name(p)} for p in self.parts
+        ]
 
     @staticmethod
     def from_json(parts: Sequence[Any]) -> list[Any]:
@@ -324,7 +331,7 @@ def _check_part(part: Any) -> None:
             raise SpecError(
                 f"target {part!r} is not a dotted path",
                 why="it has empty or blank segments",
-                remedy="write a path such as 'model.layers.0' or a glob 'model.layers.*'",
+                remedy="write a path such as 'model.layers.0', or a glob",
             )
         return
     if isinstance(part, type):

@@ -24,7 +24,7 @@ from fxcapture.selector import Selector, import_name, import_object
 
 __all__ = ["CaptureSpec", "Selection", "Tap", "normalise_select"]
 
-#: Positions in their frozen form: ``None`` all, a tuple of ints, or (start, stop, step).
+#: Positions in frozen form: ``None`` all, a tuple of ints, or a slice.
 Selection = tuple[int, ...] | slice | None
 
 _REDUCTIONS = ("last", "mean")
@@ -44,7 +44,9 @@ class _Slice:
         return range(*slice(self.start, self.stop, self.step).indices(length))
 
 
-def normalise_select(select: Any, name: str = "select") -> tuple[int, ...] | _Slice | None:
+def normalise_select(
+    select: Any, name: str = "select"
+) -> tuple[int, ...] | _Slice | None:
     """Positions as a sorted, duplicate-free tuple, a slice, or ``None`` for all.
 
     Args:
@@ -58,10 +60,14 @@ def normalise_select(select: Any, name: str = "select") -> tuple[int, ...] | _Sl
     if select is None or isinstance(select, _Slice):
         return select
     if isinstance(select, slice):
-        parts = [None if p is None else operator.index(p) for p in
-                 (select.start, select.stop, select.step)]
+        parts = [
+            None if p is None else operator.index(p)
+            for p in (select.start, select.stop, select.step)
+        ]
         if parts[2] == 0:
-            raise SpecError(f"{name}={select!r} has a step of zero", remedy="drop the step")
+            raise SpecError(
+                f"{name}={select!r} has a step of zero", remedy="drop the step"
+            )
         return _Slice(*parts)
     if isinstance(select, (str, bytes, bool, Mapping)):
         raise _bad_select(select, select, name)
@@ -170,7 +176,9 @@ class Tap:
             )
         put(self, "point", point)
         for name, value in (
-            ("initial", initial), ("detach", detach), ("optional", optional)
+            ("initial", initial),
+            ("detach", detach),
+            ("optional", optional),
         ):
             if not isinstance(value, bool):
                 raise SpecTypeError(
@@ -308,8 +316,8 @@ def _check_reduce(reduce: Any) -> Any:
     raise SpecError(
         f"reduce={reduce!r} is not a reduction",
         nearest=[repr(r) for r in _REDUCTIONS],
-        remedy="pass 'last', 'mean', one of fxcapture.reductions, or a callable tensor -> "
-        "tensor",
+        remedy="pass 'last', 'mean', one of fxcapture.reductions, or a "
+        "callable tensor -> tensor",
     )
 
 

@@ -97,10 +97,10 @@ def encode(value: Any, tensors: list[Any], sizes: list[Any], depth: int = 0) -> 
         items = [encode(v, tensors, sizes, depth + 1) for v in value]
         return kind + "(" + ",".join(items) + ")"
     if dataclasses.is_dataclass(value):
-        items = [
-            f"{f.name!r}:{encode(getattr(value, f.name, None), tensors, sizes, depth + 1)}"
-            for f in dataclasses.fields(value)
-        ]
+        items = []
+        for field in dataclasses.fields(value):
+            part = getattr(value, field.name, None)
+            items.append(f"{field.name!r}:{encode(part, tensors, sizes, depth + 1)}")
         return f"C{_number(type(value))}" + "{" + ",".join(items) + "}"
     return f"O{_number(type(value))}"
 
@@ -196,7 +196,9 @@ class Structure:
         if isinstance(name, int):
             # Hugging Face's ModelOutput counts the fields that are not None, so that
             # out[0] is its first value; the same for a dataclass.
-            present = [c for c in self.children if c.kind != "const" or c.value is not None]
+            present = [
+                c for c in self.children if c.kind != "const" or c.value is not None
+            ]
             if self.kind == "dataclass" or (self.cls and hasattr(self.cls, "to_tuple")):
                 if -len(present) <= name < len(present):
                     return present[name]
@@ -282,7 +284,7 @@ def build_container(
     return _build_dataclass(cls, keys, values)
 
 
-def _build_sequence(cls: type, values: list[Any]) -> Any:
+def _build_sequence(cls: Any, values: list[Any]) -> Any:
     if cls is list:
         return values
     if issubclass(cls, list):
@@ -294,7 +296,7 @@ def _build_sequence(cls: type, values: list[Any]) -> Any:
     return tuple.__new__(cls, values)
 
 
-def _build_dict(cls: type, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+def _build_dict(cls: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     if cls is dict:
         return dict(zip(keys, values, strict=True))
     made = cls.__new__(cls)
@@ -302,7 +304,7 @@ def _build_dict(cls: type, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     # the table); a subclass's own __setitem__ may do anything and is not run.
     base = next(b for b in cls.__mro__ if b.__module__ in ("builtins", "collections"))
     for key, value in zip(keys, values, strict=True):
-        base.__setitem__(made, key, value)  # type: ignore[attr-defined]
+        base.__setitem__(made, key, value)
     if dataclasses.is_dataclass(cls):
         present = dict(zip(keys, values, strict=True))
         for field in dataclasses.fields(cls):
@@ -310,8 +312,8 @@ def _build_dict(cls: type, keys: Sequence[Any], values: Sequence[Any]) -> Any:
     return made
 
 
-def _build_dataclass(cls: type, keys: Sequence[Any], values: Sequence[Any]) -> Any:
-    made = object.__new__(cls)
+def _build_dataclass(cls: Any, keys: Sequence[Any], values: Sequence[Any]) -> Any:
+    made: Any = object.__new__(cls)
     for key, value in zip(keys, values, strict=True):
         object.__setattr__(made, key, value)
     return made

@@ -46,6 +46,9 @@ from fxcapture.spec import CaptureSpec
 
 __all__ = ["DynamoProgram"]
 
+#: ``(args, kwargs, selection, capture_inputs) -> (output, records)``
+Run = Callable[..., tuple[Any, Records]]
+
 _log = logging.getLogger("fxcapture")
 
 
@@ -118,8 +121,8 @@ class DynamoProgram:
         )
         settings["isolate_recompiles"] = True
         self._settings = settings
-        # A caller may itself be compiled; what it traced of this program it would inline.
-        self.run = torch.compiler.disable(self._run)
+        # A caller may itself be compiled; what it traced of this it would inline.
+        self.run: Run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
         self._run_pieces = torch.compile(
             _own_code(_call_model),
             backend=self._backend,
@@ -243,7 +246,7 @@ class DynamoProgram:
         return output, frame.delivered or self._records_of(frame)
 
     def _cannot_run_whole(self, error: Exception, frame: Frame) -> None:
-        """Decide what an error of Dynamo's means: ours, the user's, or a graph break."""
+        """Decide what an error in Dynamo means: ours, the user's, or a graph break."""
         if isinstance(frame.error, _RunInPieces):
             self.break_reason = str(frame.error)
             self._pieces_for_good = True
@@ -261,7 +264,7 @@ class DynamoProgram:
             raise error
         once = isinstance(error, _compat.RecompileLimitHit) or _compat.in_transform()
         if breaks and not once:
-            # Nothing of the model has run yet, so it can start over; and it is not tried
+            # Nothing of the model has run yet, so it can start over.  It is not tried
             # as one graph again, since each try is a trace.
             self.break_reason = str(error)
         _log.info("running in pieces: %s", error)
@@ -377,8 +380,8 @@ class DynamoProgram:
         return Records(values, {r.name: r.paths for r in plan.records})
 
 
-class _RunInPieces(Exception):  # noqa: N818 - a signal to ourselves, not an error
-    """A graph that cannot be captured from a traced scope: run it with real overrides."""
+class _RunInPieces(Exception):  # noqa: N818 - a signal to ourselves
+    """A graph that no traced scope can capture: run it with real overrides."""
 
 
 def _current_inputs() -> Mapping[str, Any]:
@@ -430,7 +433,7 @@ def _not_traceable(model: nn.Module, reason: str) -> TraceError:
 
 
 @final
-class fused_attention:  # noqa: N801 - used as a function
+class fused_attention:
     """A time in which ``nn.TransformerEncoderLayer`` may use its fused kernel, or not.
 
     The fused kernel calls none of the layer's submodules, so a capture inside one has

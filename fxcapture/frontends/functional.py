@@ -13,7 +13,6 @@ Invariants
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, final
 

@@ -187,8 +187,8 @@ class WholeGraph:
         """The variant for a selection; compiled on first use, outside of Dynamo."""
         found = self._variants.get(selection)
         if found is None:
-            # Tracers patch nn.Module while they run, in every thread: what another thread
-            # traced meanwhile would be guarded on the patch.
+            # Tracers patch nn.Module while they run, in every thread: what another
+            # thread traced meanwhile would be guarded on the patch.
             with self._lock, _compat.no_tracing():
                 found = self._variants.get(selection) or self._late(selection)
                 self._variants[selection] = found
@@ -212,7 +212,7 @@ class WholeGraph:
                 return self._build(plan, fakes)
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph; hand the records to the frame and the rest to Dynamo's code."""
+        """Run the graph; records go to the frame, the rest to Dynamo's code."""
         frame = active_frame.get()
         if frame is None or frame.owner is not self._program:
             # Dynamo's code outlived the call: the user runs it by a way of his own.

@@ -26,7 +26,15 @@ from fxcapture import _compat
 from fxcapture.mark import MARK
 from fxcapture.plan import Leaf
 
-__all__ = ["TAP", "PassResult", "TapKey", "bodies", "copy_graph_module", "is_mark", "walk"]
+__all__ = [
+    "TAP",
+    "PassResult",
+    "TapKey",
+    "bodies",
+    "copy_graph_module",
+    "is_mark",
+    "walk",
+]
 
 #: Metadata key of a tap node; the value is a :class:`TapKey`.
 TAP = "fxcapture_tap"
@@ -61,7 +69,7 @@ class PassResult:
 
 def is_mark(node: fx.Node) -> bool:
     """Whether a node is a mark."""
-    return node.op == "call_function" and node.target is MARK or (
+    return (node.op == "call_function" and node.target is MARK) or (
         node.target is torch.ops.fxcapture.mark
     )
 
@@ -144,6 +152,4 @@ def _own_body(
     source.meta = dict(shared.meta)
     node.replace_input_with(shared, source)
     # invoke_subgraph names its body in a second argument, by which it is cached.
-    node.args = tuple(
-        f"{a}_{own}" if isinstance(a, str) else a for a in node.args
-    )
+    node.args = tuple(f"{a}_{own}" if isinstance(a, str) else a for a in node.args)

@@ -115,14 +115,12 @@ def _constant(size: object) -> int | None:
 def _leaf_types(
     seen: Observation,
 ) -> tuple[tuple[tuple[int | str, ...], ...], tuple[str, ...]]:
-    shapes = []
-    dtypes = []
+    shapes: list[tuple[int | str, ...]] = []
+    dtypes: list[str] = []
     for _ in parse(seen.structure).leaves("tensor"):
         node = seen.result[len(shapes)]
         value = node.meta.get("val", node.meta.get("example_value"))  # type: ignore[attr-defined]
         shape = getattr(value, "shape", ())
-        shapes.append(
-            tuple(s if isinstance(s, int) else str(s) for s in shape)
-        )
+        shapes.append(tuple(s if isinstance(s, int) else str(s) for s in shape))
         dtypes.append(str(getattr(value, "dtype", "?")).removeprefix("torch."))
     return tuple(shapes), tuple(dtypes)

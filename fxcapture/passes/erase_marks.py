@@ -10,6 +10,7 @@ Idempotent.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -31,8 +32,9 @@ def erase_marks(gm: fx.GraphModule) -> PassResult:
         if not is_mark(node):
             continue
         seen = observation(node)
-        derived = list(seen.derived)
-        result = set(seen.result)
+        # In a graph the observation holds nodes where a run has tensors.
+        derived: list[Any] = list(seen.derived)
+        result: set[Any] = set(seen.result)
         gm.graph.erase_node(node)
         _erase_derived(derived, result)
         modified = True

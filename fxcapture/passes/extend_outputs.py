@@ -17,7 +17,7 @@ OUTPUTS = "fxcapture_outputs"
 
 
 def extend_outputs(gm: fx.GraphModule) -> PassResult:
-    """Append the taps to the outputs, in graph order; ``gm.meta[OUTPUTS]`` names them."""
+    """Append the taps in graph order; ``gm.meta[OUTPUTS]`` names them."""
     taps = [n for n in gm.graph.nodes if TAP in n.meta]
     known: tuple[TapKey, ...] = gm.meta.get(OUTPUTS, ())
     gm.meta[OUTPUTS] = known + tuple(n.meta[TAP] for n in taps)
@@ -25,7 +25,9 @@ def extend_outputs(gm: fx.GraphModule) -> PassResult:
         return PassResult(gm, False)
     output = gm.graph.output_node()
     own = output.args[0]
-    output.args = ((*own, *taps),) if isinstance(own, (tuple, list)) else ((own, *taps),)
+    output.args = (
+        ((*own, *taps),) if isinstance(own, (tuple, list)) else ((own, *taps),)
+    )
     for tap in taps:
         del tap.meta[TAP]
     return PassResult(gm, True)

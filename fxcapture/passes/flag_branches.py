@@ -1,7 +1,7 @@
 """Tell at run time which branch of a conditional ran.
 
-A site inside ``torch.cond`` has a value only if its branch ran.  The pass puts a flag, a
-scalar 1.0, beside each such mark; lifted out of the branch, it is 0.0 where the other
+A site inside ``torch.cond`` has a value only if its branch ran.  The pass puts a flag,
+a scalar 1.0, beside each such mark; lifted out of the branch, it is 0.0 where the other
 branch ran.  It is a float because the backward of a conditional takes every output for
 one that has a gradient.
 

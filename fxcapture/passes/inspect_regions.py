@@ -33,7 +33,7 @@ _TRACED_THROUGH = frozenset(
 
 
 def forgets_overrides(gm: fx.GraphModule) -> bool:
-    """Whether Dynamo may have lost the undoing of a scope that it traced with the graph.
+    """Whether Dynamo may have lost the undoing of a scope traced with the graph.
 
     It goes back to what it knew before when it has traced the body of a conditional, a
     loop, a scan or a map; an override that was to be deleted afterwards would stay.  An

@@ -1,7 +1,7 @@
 """Bring taps out of the function transforms that a graph runs.
 
 Between ``_vmap_increment_nesting`` and its decrement a value is one of a batch, between
-those of ``grad``, ``vjp`` and ``jvp`` it is wrapped for that level; outside of the level
+those of ``grad``, ``vjp`` and ``jvp`` it is wrapped for that level; outside of it
 neither can be used.  The pass unwraps each tap where it stands, level by level, as the
 transform does with its own results.  A value under ``vmap`` comes out with the batch as
 its first dimension.
@@ -33,7 +33,9 @@ def leave_transforms(gm: fx.GraphModule) -> PassResult:
     levels: list[_Level] = []
     modified = False
     for node in list(gm.graph.nodes):
-        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        name = (
+            getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        )
         if name.endswith("_increment_nesting"):
             kind = name.removesuffix("_increment_nesting").strip("_")
             size = node.args[0] if node.args else None
@@ -63,7 +65,9 @@ def _unwrap(tap: fx.Node, levels: list[_Level]) -> None:
     value.meta[TAP] = key
 
 
-def _after(node: fx.Node, target: object, args: tuple[object, ...], **kwargs: object) -> fx.Node:
+def _after(
+    node: fx.Node, target: object, args: tuple[object, ...], **kwargs: object
+) -> fx.Node:
     with node.graph.inserting_after(node):
         made = node.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
     for name in ("nn_module_stack", "stack_trace"):

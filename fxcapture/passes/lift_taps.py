@@ -14,6 +14,7 @@ Idempotent: a second run finds no tap inside a body.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import fx
@@ -54,7 +55,8 @@ def lift_taps(gm: fx.GraphModule, sites: SiteTable) -> PassResult:
         for _, body in inside:
             modified |= lift_taps(body, sites).modified
         taps = {
-            name: [n for n in body.graph.nodes if TAP in n.meta] for name, body in inside
+            name: [n for n in body.graph.nodes if TAP in n.meta]
+            for name, body in inside
         }
         if any(taps.values()):
             _lift(gm, node, dict(inside), taps, sites)
@@ -104,7 +106,9 @@ def _lift(
         del tap.meta[TAP]
 
 
-def _stand_in(body: fx.GraphModule, tap: fx.Node, name: str, sites: SiteTable) -> fx.Node:
+def _stand_in(
+    body: fx.GraphModule, tap: fx.Node, name: str, sites: SiteTable
+) -> fx.Node:
     """What the other branch returns in a tap's place: zeros that nobody reads.
 
     For the flag that tells which branch ran, zeros mean that it was not the tap's.
@@ -115,7 +119,7 @@ def _stand_in(body: fx.GraphModule, tap: fx.Node, name: str, sites: SiteTable) -
     ):
         raise _unreachable(tap, name, sites, "and its shape is not known")
     output = body.graph.output_node()
-    options = {"dtype": example.dtype, "device": example.device}
+    options: dict[str, Any] = {"dtype": example.dtype, "device": example.device}
     with body.graph.inserting_before(output):
         made = body.graph.call_function(torch.zeros, (tuple(example.shape),), options)
         if not example.is_contiguous():
@@ -130,6 +134,7 @@ def _unreachable(
     key: TapKey = tap.meta[TAP]
     return UnreachableValueError(
         f"the value of {sites[key.site].describe()} cannot leave the body of {name!r}",
-        why=f"the operator returns what its body computes in a form of its own, {detail}",
+        why="the operator returns what its body computes in a form of its own, "
+        + detail,
         remedy="tap a module outside of the operator, or the module that calls it",
     )

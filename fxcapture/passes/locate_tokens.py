@@ -28,9 +28,7 @@ def locate_tokens(gm: fx.GraphModule) -> tuple[int | None, ...]:
     return tuple(None if node is None else inputs.index(node) for node in found)
 
 
-def _locate(
-    gm: fx.GraphModule, outer: dict[fx.Node, fx.Node]
-) -> list[fx.Node | None]:
+def _locate(gm: fx.GraphModule, outer: dict[fx.Node, fx.Node]) -> list[fx.Node | None]:
     """Tokens of a graph's marks as inputs of the outermost graph."""
     found: list[fx.Node | None] = []
     for node in gm.graph.nodes:
