@@ -5,7 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test check setup clean
+.PHONY: demo test check nightly test-transformers bench docs setup clean
 
 demo: setup
 	$(BIN)/python -m fxcapture.demo
@@ -14,9 +14,22 @@ test: setup
 	$(BIN)/python -m pytest -q -m "not nightly"
 
 check: setup
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	BIN=$(BIN) scripts/check
+
+# Long Hypothesis runs; TORCH=torch==2.14.1 VENV=.venv-2.14 for the other torch.
+nightly: setup
+	$(BIN)/python -m pytest -q -m nightly
+
+# transformers' own capture tests, with its implementation and with this one.
+test-transformers: setup
+	$(BIN)/python scripts/transformers_tests.py
+
+bench: setup
+	$(BIN)/python -m benchmarks
+
+docs: setup
+	$(BIN)/python -m pip install -q -e ".[docs]"
+	$(BIN)/python -m mkdocs build --strict
 
 setup: $(VENV)/installed
 
@@ -30,4 +43,4 @@ $(VENV)/installed: pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache site
