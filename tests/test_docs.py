@@ -65,6 +65,41 @@ model.embed, model.norm = nn.Embedding(9, 4), nn.LayerNorm(4)
 model.layers = nn.ModuleList(MyBlock() for _ in range(3))
 ids = torch.arange(6).reshape(1, 6)
 """,
+    ("docs/attention.md", 1): """
+import torch
+import fxcapture as fxc
+from transformers import LlamaConfig, LlamaModel
+
+model = LlamaModel(LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=5,
+    num_attention_heads=2, vocab_size=50, use_cache=False,
+)).eval()
+ids, mask = torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int64)
+""",
+    ("docs/memory.md", 1): """
+import torch
+import fxcapture as fxc
+from transformers import LlamaConfig, LlamaModel
+
+inner = LlamaModel(LlamaConfig(
+    hidden_size=32, intermediate_size=64, num_hidden_layers=5,
+    num_attention_heads=2, vocab_size=50, use_cache=False,
+)).eval()
+ids, mask = torch.ones(2, 6, dtype=torch.int64), torch.ones(2, 6, dtype=torch.int64)
+
+class WithHead(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.lm_head = inner, torch.nn.Linear(32, 50)
+        self.layers = inner.layers
+
+    def forward(self, ids, attention_mask):
+        states = self.inner(ids, attention_mask=attention_mask)
+        return self.lm_head(states.last_hidden_state)
+
+model = WithHead()
+positions = torch.tensor([0, 3])
+""",
     ("docs/export.md", 1): """
 import torch
 from torch import nn
