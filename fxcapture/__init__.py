@@ -3,13 +3,16 @@
 from fxcapture import errors as errors
 from fxcapture import reductions as reductions
 from fxcapture.attention_tap import AttentionWeights as AttentionWeights
+from fxcapture.captured_program import CapturedPackage as CapturedPackage
 from fxcapture.captured_program import CapturedProgram as CapturedProgram
 from fxcapture.captured_program import export as export
 from fxcapture.captured_program import load as load
 from fxcapture.captured_program import load_package as load_package
+from fxcapture.dynamo_backend import Recording as Recording
 from fxcapture.dynamo_backend import backend as backend
 from fxcapture.dynamo_backend import recording as recording
 from fxcapture.frontends.functional import functional as functional
+from fxcapture.instrument import CapturedGraph as CapturedGraph
 from fxcapture.instrument import instrument as instrument
 from fxcapture.memory import Estimate as Estimate
 from fxcapture.memory import estimate as estimate
@@ -26,6 +29,7 @@ from fxcapture.records import Captured as Captured
 from fxcapture.records import Records as Records
 from fxcapture.spec import CaptureSpec as CaptureSpec
 from fxcapture.spec import Tap as Tap
+from fxcapture.survey import Survey as Survey
 from fxcapture.survey import sites as sites
 from fxcapture.testing import Verification as Verification
 from fxcapture.testing import verify as verify
@@ -36,11 +40,15 @@ __all__ = [
     "AttentionWeights",
     "CaptureSpec",
     "Captured",
+    "CapturedGraph",
     "CapturedModule",
+    "CapturedPackage",
     "CapturedProgram",
     "Estimate",
     "OutputRecorder",
+    "Recording",
     "Records",
+    "Survey",
     "Tap",
     "Verification",
     "backend",
