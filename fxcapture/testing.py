@@ -26,7 +26,7 @@ from fxcapture import _compat
 from fxcapture.errors import VerificationError
 from fxcapture.frontends.inputs import find_inputs
 from fxcapture.mark import describe_forward
-from fxcapture.passes.base import PassResult
+from fxcapture.passes.base import PassResult, walk
 from fxcapture.plan import Match, entry_name, match
 from fxcapture.program import CapturedModule
 from fxcapture.records import Captured, Records
@@ -541,13 +541,13 @@ def check_pass(
     Raises:
         AssertionError: one of these does not hold.
     """
-    before = str(graph_module.graph)
+    before = _printed(graph_module)
     expected = graph_module(*_copied(tuple(inputs)))
     result = run(graph_module)
     made = result.graph_module
     made.graph.lint()
     made.recompile()
-    after = str(made.graph)
+    after = _printed(made)
     assert result.modified == (before != after), "modified is not truthful"
     got = made(*_copied(tuple(inputs)))
     for left, right in zip(_flat(expected), _flat(got), strict=False):
@@ -555,8 +555,14 @@ def check_pass(
     if idempotent:
         again = run(made)
         assert not again.modified, "a second run changes something"
-        assert str(again.graph_module.graph) == after, "a second run changes something"
+        assert _printed(again.graph_module) == after, "a second run changes something"
     return made
+
+
+def _printed(gm: fx.GraphModule) -> str:
+    """A graph and its bodies as text."""
+    owners = {id(owner): owner for owner, _, _ in walk(gm)}
+    return "\n".join(str(owner.graph) for owner in owners.values())
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
