@@ -21,8 +21,8 @@ class Records(Mapping[str, tuple[Any, ...]]):
 
     An entry is ``None`` where the position was not selected (or where the module itself
     returned ``None``).  Tensors are snapshots: nothing the model did later shows in
-    them.  They carry gradients unless the tap said ``detach``.  Two records that ask for
-    the same value in the same form share one tensor.
+    them.  They carry gradients unless the tap said ``detach``.  Two records that ask
+    for the same value in the same form share one tensor.
     """
 
     __slots__ = ("_paths", "_values")
