@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 
@@ -345,3 +346,37 @@ def test_a_collector_in_the_trace_can_ask_for_weights() -> None:
 
     assert len(weights) == 3
     torch.testing.assert_close(weights[1], wanted[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_weights_inside_a_checkpoint_are_right_in_pieces(hooked: bool) -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = x[:, None]
+            return F.scaled_dot_product_attention(
+                self.query(heads), heads, heads
+            ).squeeze(1)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Attends(), Attends()])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
+            return x
+
+    model = Model()
+    if hooked:
+        model.layers[1].register_forward_hook(lambda module, args, output: output * 2)
+    spec = {"a": AttentionWeights("layers.*"), "h": fxc.Tap("layers.*", initial=True)}
+    captured = fxc.compile(model, spec, backend="aot_eager")
+    found = fxc.verify(captured, torch.randn(2, 5, 8))
+
+    assert found.differences["a"] < 1e-6
+    assert found.differences["h"] == 0.0
