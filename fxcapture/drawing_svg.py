@@ -214,7 +214,7 @@ def timeline_svg(made: Estimate, width: int, height: int) -> str:
         canvas.line([(left, y), (right, y)], color="#e3e7eb", width=1)
         label = format_bytes(int(most * share))
         canvas.text(left - 8, y + 4, label, size=10, color=_SOFT, anchor="end")
-    x = right
+    x: float = right
     for name, line, color, dash in lines:
         points = list(_scaled(line.live_bytes, left, right, top, bottom, most))
         if name == "no capture":
