@@ -279,7 +279,7 @@ NOTHING: dict[str, Any] = {
     [
         pytest.param(build, inputs, NOTHING[name], id=f"{build.__name__}-{name}")
         for build, inputs, names in (
-            (llama, ids, ["empty", "all", "initial", "input"]),
+            (llama, ids, ["empty", "all"]),
             (bert, ids, ["empty", "all"]),
             (mlp, rows, list(NOTHING)),
         )
