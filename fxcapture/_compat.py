@@ -474,7 +474,7 @@ def flop_formula(target: Any) -> Callable[..., Any] | None:
 
     packet = getattr(target, "overloadpacket", None)
     if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)
+        return lambda q, k, v, *_, **__: sdpa_flop_count(q.shape, k.shape, v.shape)  # type: ignore[no-untyped-call]
     return flop_registry.get(packet)
 
 

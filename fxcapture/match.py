@@ -33,7 +33,8 @@ __all__ = ["Match", "entry_name", "match", "reducers_of", "takes_entry"]
 
 
 @final
-@dataclasses.dataclass(frozen=True, kw_only=True)  # without slots: cached properties
+# Without slots, for the cached properties; compared and hashed by identity.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Match:
     """A spec bound to the modules of one model.
 

@@ -251,8 +251,22 @@ class CapturedModule(nn.Module):
         """The instrumented graphs compiled so far, in order; do not edit them."""
         return tuple(g for c in self._fxc_program.compiled for g in c.graphs())
 
-    def explain(self) -> str:
-        """Per record, which site fed which position in the latest call, and where."""
+    def explain(self, format: Literal["table", "text", "svg", "dot"] = "table") -> str:
+        """Per record, which site fed which position in the latest call, and where.
+
+        Args:
+            format: ``"table"`` lists positions, with the reason for each copy and for
+                what ran eagerly; ``"text"``, ``"svg"`` and ``"dot"`` draw the model's
+                modules with their taps.
+
+        Raises:
+            SpecError: the format is none of these.
+        """
+        if format != "table":
+            # Not imported with the package: few programs draw.
+            from fxcapture.drawing import draw
+
+            return draw(self, format)
         return explain(self._fxc_program, self._fxc_selection)
 
     def _fxc_parts(self) -> tuple[nn.Module, CaptureSpec, DynamoProgram]:

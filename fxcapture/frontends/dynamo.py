@@ -37,7 +37,16 @@ from fxcapture.mark import (
     leave,
     restore_left_behind,
 )
-from fxcapture.plan import Match, Plan, Slot, leaves_of, match, reducers_of, resolve
+from fxcapture.plan import (
+    Leaf,
+    Match,
+    Plan,
+    Slot,
+    leaves_of,
+    match,
+    reducers_of,
+    resolve,
+)
 from fxcapture.records import Records
 from fxcapture.reductions import bind_inputs
 from fxcapture.selector import Selector
@@ -48,6 +57,8 @@ __all__ = ["DynamoProgram"]
 
 #: ``(args, kwargs, selection, capture_inputs) -> (output, records)``
 Run = Callable[..., tuple[Any, Records]]
+
+_MAX_REMEMBERED = 2048
 
 _log = logging.getLogger("fxcapture")
 
@@ -114,6 +125,8 @@ class DynamoProgram:
             regions,
             self._run_region,
         )
+        self._eager_sites: dict[Any, tuple[Site, tuple[Leaf, ...]]] = {}
+        self._event_plans: dict[Any, Any] = {}
         self._region_functions: dict[type, Callable[..., Any]] = {}
         settings = {"dynamic": dynamic, **compile_kwargs}
         self._run_whole = torch.compile(
@@ -345,30 +358,61 @@ class DynamoProgram:
         if frame is None or frame.owner is not self or seen.token is None:
             return
         path = self.path_of_token(seen.token)
-        site = Site(
-            path=path,
-            structure=seen.structure,
-            entries=seen.entries,
-            sizes=tuple(map(int, seen.sizes)),
-            entry_sizes=tuple(map(int, seen.entry_sizes)),
-            shapes=tuple(tuple(t.shape) for t in seen.result),
-            dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in seen.result),
-            class_name=self.bound.classes.get(path, ""),
-            hooked=seen.hooked,
-        )
+        sizes = tuple(map(int, seen.sizes)), tuple(map(int, seen.entry_sizes))
+        site, leaves = self._site_of(path, seen, *sizes)
         tensors = {}
         # A call that forward hooks are still to see counts when they have.
         if frame.wants(self.bound.records_of(path)) or self.bound.is_hooked(path):
-            for leaf in leaves_of(self.spec, self.bound, site):
+            for leaf in leaves:
                 group = seen.result if leaf.kind == "result" else seen.derived
                 tensors[leaf] = leaf.snapshot(group[leaf.index])
-        sizes = tuple(map(int, seen.sizes)), tuple(map(int, seen.entry_sizes))
         self.take(frame, Event(site, tensors, *sizes))
 
+    def _site_of(
+        self,
+        path: str,
+        seen: Observation,
+        sizes: tuple[int, ...],
+        entry_sizes: tuple[int, ...],
+    ) -> tuple[Site, tuple[Leaf, ...]]:
+        """The site of an eager observation and its leaves, made once for each kind."""
+        shapes = tuple(tuple(t.shape) for t in seen.result)
+        dtypes = tuple(t.dtype for t in seen.result)
+        text = seen.structure, seen.entries, seen.hooked
+        key = (self.bound, path, text, sizes, entry_sizes, shapes, dtypes)
+        found = self._eager_sites.get(key)
+        if found is None:
+            site = Site(
+                path=path,
+                structure=seen.structure,
+                entries=seen.entries,
+                sizes=sizes,
+                entry_sizes=entry_sizes,
+                shapes=shapes,
+                dtypes=tuple(str(d).removeprefix("torch.") for d in dtypes),
+                class_name=self.bound.classes.get(path, ""),
+                hooked=seen.hooked,
+            )
+            found = site, leaves_of(self.spec, self.bound, site)
+            _remember(self._eager_sites, key, found)
+        return found
+
+    def _plan_of_events(
+        self, frame: Frame
+    ) -> tuple[Plan, SiteTable, tuple[tuple[int, int], ...]]:
+        """The plan of a finished broken run, made once for each sequence of sites."""
+        sites = tuple(event.site for event in frame.events)
+        key = (self.bound, frame.selection, sites)
+        found = self._event_plans.get(key)
+        if found is None:
+            merged, marks = passes.pair_hooked(sites)
+            table = SiteTable(merged)
+            found = self.plan_of(table, frame.selection), table, marks
+            _remember(self._event_plans, key, found)
+        return found
+
     def _records_of(self, frame: Frame) -> Records:
-        sites, marks = passes.pair_hooked([e.site for e in frame.events])
-        table = SiteTable(sites)
-        plan = self.plan_of(table, frame.selection)
+        plan, table, marks = self._plan_of_events(frame)
         self.last_sites = table
         values = {
             record.name: tuple(
@@ -378,6 +422,13 @@ class DynamoProgram:
             for record in plan.records
         }
         return Records(values, {r.name: r.paths for r in plan.records})
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value; all are dropped when new shapes have made too many of them."""
+    if len(table) >= _MAX_REMEMBERED:
+        table.clear()
+    table[key] = value
 
 
 class _RunInPieces(Exception):  # noqa: N818 - a signal to ourselves

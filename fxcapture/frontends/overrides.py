@@ -82,7 +82,7 @@ class Overrides:
         self._name = f"_fxcapture_{next(_numbers)}"
         self._count = 0
         self._installed: list[_Override] = []
-        self._modules: tuple[int, ...] = ()
+        self._tree: _Tree = []
         self._made: list[_Override] = []
         self._groups: dict[Any, tuple[str, Callable[..., Any]]] = {}
         self._members: dict[str, str] = {}
@@ -119,10 +119,10 @@ class Overrides:
 
     def _refresh(self) -> None:
         """Look the targets up again if the module tree is not what it was."""
-        modules = tuple(_identities(self._model))
-        if modules == self._modules and not any(o.is_stale() for o in self._made):
+        same = all(tuple(d.values()) == children for d, children in self._tree)
+        if self._tree and same and not any(o.is_stale() for o in self._made):
             return
-        self._modules = modules
+        self._tree = _tree(self._model)
         self.bound = match(self._spec, self._model)
         # Regions first: a region's own value is read around what was compiled.
         made = dict(self._make_regions())
@@ -213,19 +213,15 @@ def _is_below(path: str, parent: str) -> bool:
     return path != parent and (not parent or path.startswith(f"{parent}."))
 
 
-def _identities(model: nn.Module) -> list[int]:
-    """Which module objects a model consists of, cheaply."""
-    found: list[int] = []
-    stack = [model]
-    seen: set[int] = set()
-    while stack:
-        module = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        found.append(id(module))
-        stack.extend(m for m in module._modules.values() if m is not None)
-    return found
+#: Each module's children as they were: (the dictionary, its values).
+_Tree = list[tuple[dict[str, nn.Module | None], tuple[nn.Module | None, ...]]]
+
+
+def _tree(model: nn.Module) -> _Tree:
+    """What tells, cheaply, whether a module tree is still the same."""
+    return [
+        (module._modules, tuple(module._modules.values())) for module in model.modules()
+    ]
 
 
 @final
