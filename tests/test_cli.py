@@ -49,7 +49,7 @@ existing = make()
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "models_here.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -105,10 +105,10 @@ def test_tables_are_for_people() -> None:
     assert "peak of live bytes" in text
 
 
-def test_estimate_writes_the_timeline(workplace: Path) -> None:
+def test_estimate_writes_the_timeline(folder: Path) -> None:
     good("estimate", *SMALL, *TAP, "--plot", "line.svg")
 
-    assert (workplace / "line.svg").read_text().startswith("<svg")
+    assert (folder / "line.svg").read_text().startswith("<svg")
 
 
 def test_verify_is_good_and_says_so() -> None:
@@ -136,15 +136,15 @@ def test_verify_ends_with_one_where_values_differ(
 @pytest.mark.parametrize(
     ("form", "start"), [("text", "module"), ("svg", "<svg"), ("dot", "digraph")]
 )
-def test_explain_draws(form: str, start: str, workplace: Path) -> None:
+def test_explain_draws(form: str, start: str, folder: Path) -> None:
     model = ["models_here:with_inputs", "--tap", "h=*,select=-1"]
     assert good("explain", *model, "--format", form).startswith(start)
     good("explain", *model, "--format", form, "--out", "picture")
 
-    assert (workplace / "picture").read_text().startswith(start)
+    assert (folder / "picture").read_text().startswith(start)
 
 
-def test_export_writes_a_program_that_loads(workplace: Path) -> None:
+def test_export_writes_a_program_that_loads(folder: Path) -> None:
     from fxcapture.captured_program import load
 
     found = data(
@@ -152,7 +152,7 @@ def test_export_writes_a_program_that_loads(workplace: Path) -> None:
     )
 
     assert [o["name"] for o in found["outputs"]] == ["h_0"]
-    records = load(workplace / "model.pt2")(torch.ones(3, 4)).records
+    records = load(folder / "model.pt2")(torch.ones(3, 4)).records
     assert records["h"][0].shape == (3, 8)
 
 
@@ -273,14 +273,14 @@ def test_a_factory_gets_its_keywords() -> None:
     assert loaded.model(**loaded.kwargs).shape == (2, 2)
 
 
-def test_a_configuration_file_is_read_and_changed(workplace: Path) -> None:
+def test_a_configuration_file_is_read_and_changed(folder: Path) -> None:
     from transformers import BertConfig
 
     config = BertConfig(
         hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         intermediate_size=64, vocab_size=40,
     )  # fmt: skip
-    (workplace / "config.json").write_text(json.dumps(config.to_dict()))
+    (folder / "config.json").write_text(json.dumps(config.to_dict()))
     loaded = load_model(
         "BertModel", config=Path("config.json"), settings=["num_hidden_layers=1"],
         meta=True,
@@ -313,10 +313,10 @@ def test_taps_as_people_write_them(text: str, name: str, tap: fxc.Tap) -> None:
     assert parse_tap(text) == (name, tap)
 
 
-def test_specs_from_files_and_options_join(workplace: Path) -> None:
+def test_specs_from_files_and_options_join(folder: Path) -> None:
     stored = fxc.CaptureSpec({"a": fxc.Tap("x.*", select=[1])})
-    (workplace / "a.json").write_text(stored.to_json())
-    (workplace / "b.yaml").write_text(
+    (folder / "a.json").write_text(stored.to_json())
+    (folder / "b.yaml").write_text(
         "a: {target: x.*, select: [1]}\nb: y\nc: [p, q]\nd: {target: z, select: '1:'}\n"
     )
 
@@ -331,8 +331,8 @@ def test_specs_from_files_and_options_join(workplace: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{", "[1, 2]", '{"a": {"output": 0}}', '{"a": {"target": "x", "no": 1}}']
 )
-def test_a_file_that_is_no_spec_is_refused(text: str, workplace: Path) -> None:
-    (workplace / "spec.json").write_text(text)
+def test_a_file_that_is_no_spec_is_refused(text: str, folder: Path) -> None:
+    (folder / "spec.json").write_text(text)
     result = run("estimate", *SMALL, "--spec", "spec.json")
 
     assert result.exit_code == 2

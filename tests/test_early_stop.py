@@ -142,9 +142,7 @@ def test_a_write_behind_the_last_needed_operation_does_not_run() -> None:
     assert model.calls == 1
 
 
-def test_parameters_of_a_lost_layer_still_guard_the_trace_that_all_selections_share() -> (
-    None
-):
+def test_parameters_of_a_lost_layer_still_guard_the_trace_of_all_selections() -> None:
     """Their guards stay: another selection of the same trace may read them."""
     model, backend = Model(), Recorder()
     captured = fxc.compile(

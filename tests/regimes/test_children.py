@@ -106,7 +106,11 @@ class Recurrent(nn.Module):
 
 
 def test_recurrent_layers_keep_their_nested_output():
-    spec = {"all": "lstm", "y": fxc.Tap("lstm", output=0), "h": fxc.Tap("gru", output=1)}
+    spec = {
+        "all": "lstm",
+        "y": fxc.Tap("lstm", output=0),
+        "h": fxc.Tap("gru", output=1),
+    }
     captured = check(Recurrent().eval(), spec, torch.randn(2, 5, 4))
     y, (hidden, cell) = captured(torch.randn(2, 5, 4)).records["all"][0]
     assert y.shape == (2, 5, 8)

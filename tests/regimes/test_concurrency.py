@@ -125,7 +125,9 @@ def test_copies_of_a_captured_model_have_records_of_their_own(settings):
 
 
 def test_a_captured_model_inside_a_captured_model():
-    inner = fxc.compile(Stack(), {"l": fxc.Tap("layers.*", select=[1])}, backend="eager")
+    inner = fxc.compile(
+        Stack(), {"l": fxc.Tap("layers.*", select=[1])}, backend="eager"
+    )
 
     class Outer(nn.Module):
         def __init__(self):

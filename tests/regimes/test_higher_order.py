@@ -160,8 +160,11 @@ def test_a_value_inside_a_loop_is_refused_with_the_reason():
         return while_loop(lambda i, x: i < 3, body, (torch.tensor(0), x))[1]
 
     captured = capture(Pair(forward), "eager", a="a")
-    with torch.no_grad(), pytest.raises(
-        UnreachableValueError, match=r"'a' \(Sequential\).*body of 'while_loop'"
+    with (
+        torch.no_grad(),
+        pytest.raises(
+            UnreachableValueError, match=r"'a' \(Sequential\).*body of 'while_loop'"
+        ),
     ):
         captured(torch.randn(2, 4))
 
