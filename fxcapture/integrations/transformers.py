@@ -25,6 +25,7 @@ import functools
 import importlib
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any, final
@@ -37,6 +38,7 @@ from fxcapture.resolve import layer_count
 __all__ = ["Installation", "install", "is_installed", "uninstall"]
 
 _MARK = "__fxcapture_stands_in__"
+_TESTED = "5.23."
 _lock = threading.RLock()
 _undo: list[Callable[[], None]] = []
 _holders = 0
@@ -65,10 +67,14 @@ def install() -> Installation:
     Dynamo compiled before belongs to the other implementation; it is recompiled where
     its guards notice, so install before compiling.
 
+    It stands in for a private module, so a release of transformers that it was not
+    tested on is warned of (``RuntimeWarning``).
+
     Raises:
         ImportError: transformers is not installed.
     """
     global _holders
+    _check_version()
     with _lock:
         if not _holders:
             try:
@@ -79,6 +85,18 @@ def install() -> Installation:
                 raise
         _holders += 1
     return Installation()
+
+
+def _check_version() -> None:
+    import transformers
+
+    if not transformers.__version__.startswith(_TESTED):
+        warnings.warn(
+            f"transformers {transformers.__version__} was not tested with fxcapture's "
+            f"drop-in, which knows {_TESTED}x; some models may not record",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 def uninstall() -> None:

@@ -344,3 +344,10 @@ def test_a_backbone(installed: None) -> None:
         assert len(output.feature_maps) == 2
         assert output.hidden_states is None
         assert picked(call(pixels, output_hidden_states=[-1]).hidden_states) == [3]
+
+
+def test_an_untested_release_is_warned_of(monkeypatch):
+    monkeypatch.setattr("transformers.__version__", "5.99.0")
+    with pytest.warns(RuntimeWarning, match=r"transformers 5\.99\.0 was not tested"):
+        integration.install()
+    integration.uninstall()
