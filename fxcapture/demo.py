@@ -83,9 +83,7 @@ def show(title: str, model: nn.Module, target: str, inputs: Mapping[str, Any]) -
     start = time.perf_counter()
     _, records = captured(**inputs)
     compile_s = time.perf_counter() - start
-    start = time.perf_counter()
     plain(**inputs)
-    plain_s = time.perf_counter() - start
 
     checked = fxc.verify(captured, **inputs)
     every = captured.select(hidden_states=None)(**inputs).records["hidden_states"]
@@ -108,8 +106,7 @@ def show(title: str, model: nn.Module, target: str, inputs: Mapping[str, Any]) -
         f"{checked.output_difference:.2e})\n"
         f"graphs, as compiled                          {len(captured.graphs)} "
         f"(two selections of one trace)\n"
-        f"first call, with / without capture           {compile_s:.1f} s / "
-        f"{plain_s:.1f} s\n"
+        f"first call: trace, compile, run              {compile_s:.1f} s\n"
         f"latency, with / without capture              {latency['with']:.2f} ms / "
         f"{latency['without']:.2f} ms\n"
         f"bytes alive, all captured / selected         "
