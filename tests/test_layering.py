@@ -26,6 +26,7 @@ LAYERS = (
     ("passes",),
     ("frame", "manifest"),
     ("frontends",),
+    ("drawing", "drawing_svg", "drawing_text", "fake_run", "liveness", "memory"),
     ("program",),
     ("testing",),
 )
