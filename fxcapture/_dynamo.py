@@ -6,12 +6,9 @@ never loads it.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -20,9 +17,7 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 __all__ = [
     "allow_collection_in_checkpoints",
     "begin_tracing",
-    "constant",
     "end_collection",
-    "no_tracing",
     "outside_dynamo",
     "untraced",
 ]
@@ -30,18 +25,6 @@ __all__ = [
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SETTING = "skip_fwd_side_effects_in_bwd_under_checkpoint"
-
-
-def constant(function: F) -> F:
-    """``torch.compiler.assume_constant_result``, which imports Dynamo."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
-
-
-def no_tracing() -> AbstractContextManager[Any]:
-    """While it is held, no other thread traces anything; this one may."""
-    module = sys.modules.get("torch._dynamo.convert_frame")
-    return contextlib.nullcontext() if module is None else module.compile_lock
 
 
 #: Traces under way that collect, innermost last, and the setting before the first.

@@ -29,7 +29,8 @@ import torch
 from torch import nn
 
 from fxcapture import _compat
-from fxcapture._dynamo import constant, no_tracing, outside_dynamo, untraced
+from fxcapture._compat import constant, no_tracing
+from fxcapture._dynamo import outside_dynamo, untraced
 from fxcapture.collect import Collector, begin, count, finish, refinish
 from fxcapture.declare import Found, Task
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fxcapture._compat import constant
 from fxcapture._dynamo import (
     allow_collection_in_checkpoints,
     begin_tracing,
-    constant,
     end_collection,
 )
 from fxcapture.collect import trace_plan
