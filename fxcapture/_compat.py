@@ -224,9 +224,14 @@ def fake_mode_of(graph: fx.Graph) -> Any:
 
 @contextlib.contextmanager
 def late_compilation(fake_mode: Any) -> Iterator[None]:
-    """A context in which a kept Dynamo graph can be compiled outside of Dynamo."""
+    """A context in which a kept Dynamo graph can be compiled outside of Dynamo.
+
+    Compilers trace with fx, which torch tells by a flag of the process.  Without the
+    flag that says it is part of a compilation, compiled calls of other threads would be
+    refused as being traced themselves.
+    """
     context = torch._guards.TracingContext(fake_mode)
-    with torch._guards.tracing(context):
+    with torch.compiler._compile_session_context(), torch._guards.tracing(context):
         yield
 
 

@@ -47,6 +47,40 @@ def test_threads_do_not_see_each_other_s_records(settings):
     assert left_behind(model) == []
 
 
+def test_a_selection_compiled_late_does_not_disturb_calls_of_other_threads():
+    """fx tells of its tracing by a flag of the process, and a late variant traces."""
+    model = Stack().eval()
+    outcomes: list[object] = []
+
+    def in_another_thread():
+        try:
+            outcomes.append(captured(x, select={"l": 0}).records["l"])
+        except Exception as error:
+            outcomes.append(error)
+
+    def backend(graph_module, inputs):
+        class Tracer(torch.fx.Tracer):
+            def create_arg(self, value):
+                if late and not outcomes:
+                    thread = threading.Thread(target=in_another_thread)
+                    thread.start()
+                    thread.join(timeout=60)
+                return super().create_arg(value)
+
+        torch.fx.GraphModule(graph_module, Tracer().trace(graph_module))
+        return graph_module
+
+    captured = fxc.compile(model, {"l": "layers.*"}, backend=backend, fullgraph=True)
+    x, late = torch.randn(2, 8), False
+    expected = captured(x, select={"l": 0}).records["l"]
+    late = True
+    captured(x, select={"l": 1})
+
+    assert len(outcomes) == 1
+    assert not isinstance(outcomes[0], Exception), outcomes[0]
+    torch.testing.assert_close(outcomes[0][0], expected[0])
+
+
 def test_two_programs_on_one_model_leave_in_any_order():
     model = Stack().eval()
     first = fxc.compile(model, {"a": "layers.*"}, backend="eager", regions="head")
