@@ -3,6 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 # Pinned: a plain "torch" may pull a CUDA build of several gigabytes.
 TORCH ?= torch==2.13.0
+# Processes of the test run.
+WORKERS ?= 2
 BIN := $(VENV)/bin
 
 .PHONY: demo test check nightly test-transformers bench docs setup clean
@@ -11,7 +13,7 @@ demo: setup
 	$(BIN)/python -m fxcapture.demo
 
 test: setup
-	$(BIN)/python -m pytest -q -m "not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not nightly" -n $(WORKERS) --dist worksteal
 
 check: setup
 	BIN=$(BIN) scripts/check

@@ -19,6 +19,7 @@ __all__ = [
     "fake_mode_of",
     "has_forward_hooks",
     "in_transform",
+    "indexing_by_tensors",
     "is_compiled_in_place",
     "is_dense",
     "is_higher_order",
@@ -33,6 +34,7 @@ __all__ = [
     "surely_equal",
     "transform_function",
     "unwrap_optimized",
+    "while_recomputing",
 ]
 
 
@@ -255,6 +257,57 @@ def __getattr__(name: str) -> Any:
 
         return GuardOnDataDependentSymNode
     raise AttributeError(name)
+
+
+def while_recomputing(
+    key: Any,
+    prepare: Callable[[], Callable[[], contextlib.AbstractContextManager[Any]]],
+) -> None:
+    """Hold a context while the checkpoint that this runs in computes anew.
+
+    An activation checkpoint runs its function again in backward, and insists that as
+    many tensors are saved as before.  What stood on the modules has gone by then.
+    There is no public way to learn of it: of a non-reentrant checkpoint, the hooks for
+    saved tensors refer to a record of it, which refers to the function.  A reentrant
+    one compares nothing.  (torch 2.13.0 and 2.14.1)
+
+    Args:
+        key: The context is held once for each key.
+        prepare: Called now, if this is inside such a checkpoint; what it returns makes
+            the context.
+    """
+    if not torch.is_grad_enabled():
+        return
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack: Any = hooks[0] if hooks else None
+    names = getattr(getattr(pack, "__code__", None), "co_freevars", ())
+    if "frame" not in names:
+        return
+    frame = pack.__closure__[names.index("frame")].cell_contents
+    function = getattr(frame, "recompute_fn", None)
+    if function is None:
+        return
+    held = frame.__dict__.setdefault("fxcapture_held", set())
+    if key in held:
+        return
+    held.add(key)
+    context = prepare()
+
+    def recompute(*args: Any) -> Any:
+        with context():
+            return function(*args)
+
+    frame.recompute_fn = recompute
+
+
+def indexing_by_tensors() -> contextlib.AbstractContextManager[Any]:
+    """A time in which ``t[i]`` works with a scalar tensor that vmap has batched.
+
+    What ``flex_attention`` itself holds around the functions that it is given.
+    """
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
 
 
 # --------------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """Attention weights beside a fused kernel.
 
-A fused kernel (``torch.nn.functional.scaled_dot_product_attention``) returns no
-weights.  While a target runs, calls of it are watched; the weights are computed once
-more from the same query, key, mask, scale, causality and grouping, for the wanted heads
-and query positions only.  The model keeps its kernel.
+A fused kernel (``torch.nn.functional.scaled_dot_product_attention`` or
+``torch.nn.attention.flex_attention``) returns no weights.  While a target runs, calls
+of it are watched; the weights are computed once more from the same query, key, mask,
+scale, causality and grouping, for the wanted heads and query positions only.  The model
+keeps its kernel.
 
 Terms
-    fused call: one call of ``scaled_dot_product_attention``.
+    fused call: one call of ``scaled_dot_product_attention`` or ``flex_attention``.
     weights: of shape (batch, heads, queries, keys), in the query's dtype: what each
         query reads of each key, *before* dropout.  A query whose keys are all masked
         reads nothing: its weights are zero.
@@ -27,10 +28,12 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.overrides import TorchFunctionMode
 
+from fxcapture import _compat
 from fxcapture.errors import SpecError, SpecTypeError
 
 __all__ = [
     "Attention",
+    "FlexCall",
     "FusedCall",
     "WatchFused",
     "attention_weights",
@@ -144,6 +147,37 @@ def _fused_call(
     return FusedCall(query, key, attn_mask, is_causal, scale, enable_gqa)
 
 
+class FlexCall(NamedTuple):
+    """The arguments of one ``flex_attention`` call that decide its weights.
+
+    Attributes:
+        query: Of shape (batch, heads, queries, size).
+        key: Of shape (batch, heads or groups, keys, size).
+        score_mod: ``(score, batch, head, query, key) -> score``, on scalar tensors.
+        mask_mod: ``(batch, head, query, key) -> bool``: whether it may read.
+        scale: Factor of the scores.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    score_mod: Callable[..., torch.Tensor]
+    mask_mod: Callable[..., torch.Tensor]
+    scale: float
+
+
+def _flex_call(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    *more: Any,
+) -> FlexCall:
+    """The operator's signature; a block mask's last part is its function."""
+    return FlexCall(query, key, score_mod, block_mask[-1], scale)
+
+
 class WatchFused(TorchFunctionMode):
     """A time in which every fused call is also handed to a list.
 
@@ -151,7 +185,7 @@ class WatchFused(TorchFunctionMode):
         calls: Receives the calls, in order.
     """
 
-    def __init__(self, calls: list[FusedCall]) -> None:
+    def __init__(self, calls: list[FusedCall | FlexCall]) -> None:
         super().__init__()
         self.calls = calls
 
@@ -167,10 +201,15 @@ class WatchFused(TorchFunctionMode):
             kwargs = {}
         if func is torch.nn.functional.scaled_dot_product_attention:
             self.calls.append(_fused_call(*args, **kwargs))
+        elif func is _FLEX_ATTENTION:
+            self.calls.append(_flex_call(*args, **kwargs))
         return func(*args, **kwargs)
 
 
-def attention_weights(call: FusedCall, wanted: Attention) -> torch.Tensor:
+_FLEX_ATTENTION = torch.ops.higher_order.flex_attention
+
+
+def attention_weights(call: FusedCall | FlexCall, wanted: Attention) -> torch.Tensor:
     """The weights of one fused call.
 
     Args:
@@ -181,6 +220,8 @@ def attention_weights(call: FusedCall, wanted: Attention) -> torch.Tensor:
         A new tensor of shape (batch, wanted heads, wanted queries, keys), in the
         query's dtype; the softmax runs in float32 at least.
     """
+    if isinstance(call, FlexCall):
+        return _flex_weights(call, wanted)
     query, key, mask = call.query, call.key, call.mask
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     if call.enable_gqa and query.shape[-3] != key.shape[-3]:
@@ -217,6 +258,43 @@ def attention_weights(call: FusedCall, wanted: Attention) -> torch.Tensor:
     return weights.to(query.dtype)
 
 
+def _flex_weights(call: FlexCall, wanted: Attention) -> torch.Tensor:
+    query, key = call.query, call.key
+    if query.shape[1] != key.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    batches, heads, queries, keys = (
+        torch.arange(n, device=query.device)
+        for n in (query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    )
+    heads = _pick(heads, wanted.heads, -1)
+    queries = _pick(queries, wanted.queries, -1)
+    query = _pick(_pick(query, wanted.heads, -3), wanted.queries, -2)
+    key = _pick(key, wanted.heads, -3)
+    # The kernel scales the product, in float32, and not the query.
+    scores = torch.matmul(query, key.transpose(-2, -1))
+    scores = scores.float() if scores.dtype in _HALVES else scores
+    scores = scores * call.scale
+    positions = (batches, heads, queries, keys)
+    with _compat.indexing_by_tensors():
+        scores = _at_each_position(call.score_mod, (0,))(scores, *positions)
+        allowed = _at_each_position(call.mask_mod, ())(*positions)
+    scores = scores.masked_fill(~allowed, -math.inf)
+    weights = torch.softmax(scores, dim=-1)
+    none = (scores == -math.inf).all(dim=-1, keepdim=True)
+    return weights.masked_fill(none, 0.0).to(query.dtype)
+
+
+def _at_each_position(
+    function: Callable[..., torch.Tensor], before: tuple[int, ...]
+) -> Callable[..., torch.Tensor]:
+    """A function of scalar positions, over four dimensions of them."""
+    none = (None,) * 4
+    for i in (3, 2, 1, 0):
+        in_dims = before + none[:i] + (0,) + none[i + 1 :]
+        function = torch.vmap(function, in_dims=in_dims)
+    return function
+
+
 def call_with_weights(
     function: Callable[..., Any],
     args: Sequence[Any],
@@ -230,7 +308,7 @@ def call_with_weights(
     Returns:
         What the function returned, and one tensor for each fused call.
     """
-    calls: list[FusedCall] = []
+    calls: list[FusedCall | FlexCall] = []
     with WatchFused(calls):
         value = function(*args, **kwargs)
     part = Attention() if wanted is None else wanted

@@ -19,8 +19,9 @@ def AttentionWeights(
 ) -> Tap:
     """A tap for the weights of a module's fused attention call.
 
-    The model keeps ``scaled_dot_product_attention``; the weights are computed beside it
-    from the same tensors, for the selected positions, heads and queries alone.
+    The model keeps ``scaled_dot_product_attention`` or ``flex_attention``; the weights
+    are computed beside it from the same tensors, for the selected positions, heads and
+    queries alone.
 
     Example::
 

@@ -264,7 +264,8 @@ def _collector(stores: tuple[StorePlan, ...]) -> Collector:
 def _settle(model: nn.Module, collector: Collector) -> dict[str, list[Any]]:
     records = {}
     for name, store in collector.stores.items():
-        if store.late and len(store.entries) != store.expected:
+        # A record of a part that did not run, such as cross-attention, counts nothing.
+        if store.late and len(store.entries) not in (0, store.expected):
             warn_count(model, name, len(store.entries), store.expected)
         entries = store.settle()
         # An attention kernel that returns no weights gives an empty record, as in

@@ -25,7 +25,14 @@ import torch
 from torch import nn
 
 from fxcapture import _compat
-from fxcapture.declare import Found, is_decorated
+from fxcapture.attention import (
+    Attention,
+    FlexCall,
+    FusedCall,
+    WatchFused,
+    attention_weights,
+)
+from fxcapture.declare import Found, holds_weights, is_decorated
 from fxcapture.errors import ElementError
 
 __all__ = [
@@ -38,10 +45,15 @@ __all__ = [
     "leave_traced",
     "refinish",
     "trace_plan",
+    "watches",
+    "without_flag",
 ]
 
-#: One module of a trace: (path to it, keys to override, first parameter, tasks).
-Seat = tuple[tuple[str, ...], tuple[str, ...], str, tuple[tuple[str, int, bool], ...]]
+#: One module of a trace: (path to it, keys to override, first parameter, tasks,
+#: whether its kernel gives no weights).
+Seat = tuple[
+    tuple[str, ...], tuple[str, ...], str, tuple[tuple[str, int, bool], ...], bool
+]
 _Saved = list[tuple[dict[str, Any], str, bool, Any]]
 
 
@@ -83,6 +95,12 @@ class Store:
         self.any_value = False
         # Position -> (the tensor the module returned, its version), see ``settle``.
         self.originals: dict[int, tuple[Any, int]] = {}
+
+    def behind(self, entries: int) -> Store:
+        """An empty store that has seen this many entries."""
+        store = Store(self.wanted, self.late, self.expected)
+        store.entries = [None] * entries
+        return store
 
     def wants_next(self) -> bool:
         """Whether the next entry has to be kept."""
@@ -159,6 +177,17 @@ class Collector:
         # eager run a context variable does.
         self.listening = True
 
+    def anew(self) -> Callable[[], Collector]:
+        """Makes collectors that take up where this one is now, and hold no value."""
+        seen = [(n, s.behind(0), len(s.entries)) for n, s in self.stores.items()]
+
+        def made() -> Collector:
+            collector = Collector()
+            collector.stores = {name: empty.behind(n) for name, empty, n in seen}
+            return collector
+
+        return made
+
 
 def begin(
     collector: Collector,
@@ -181,18 +210,56 @@ def begin(
     return None
 
 
+def watches(collector: Collector, tasks: Sequence[tuple[str, int, bool]]) -> bool:
+    """Whether fused attention has to be watched, since a module may return no weights.
+
+    It costs a look at every call of torch's, so only where weights are wanted.
+    """
+    for record, _, _ in tasks:
+        if holds_weights(record) and collector.stores[record].wants_next():
+            return True
+    return False
+
+
+def without_flag(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a module whose kernel gives no weights, asked for none.
+
+    transformers hands the flag on to the kernel's wrapper, which only warns that it
+    cannot do it, in a way that Dynamo does not trace.
+    """
+    return {k: v for k, v in kwargs.items() if k != "output_attentions"}
+
+
 def finish(
     collector: Collector,
     tasks: Sequence[tuple[str, int, bool]],
     start: Any,
     value: Any,
+    calls: Sequence[FusedCall | FlexCall] = (),
 ) -> None:
-    """Behind the call: record of what it returned."""
+    """Behind the call: record of what it returned.
+
+    Args:
+        collector: Receives it.
+        tasks: What to record of the module.
+        start: What ``begin`` returned.
+        value: What the module returned.
+        calls: The fused calls that it made.  Where it returned no attention weights and
+            made one of them, its weights are recorded.
+    """
     for record, index, initial in tasks:
         store = collector.stores[record]
         if initial and not store.entries:
             store.put(True, start)
-        store.add(_element(record, index, value))
+        element = _element(record, index, value)
+        if element is None and len(calls) == 1 and holds_weights(record):
+            wanted = store.wants_next()
+            store.put(True, attention_weights(calls[0], _ALL) if wanted else None)
+        else:
+            store.add(element)
+
+
+_ALL = Attention()
 
 
 def count(collector: Collector, tasks: Sequence[tuple[str, int, bool]]) -> list[int]:
@@ -209,8 +276,11 @@ def refinish(
     """Behind the forward hooks: what the caller gets replaces what was recorded."""
     for (record, index, _), entries in zip(tasks, before, strict=True):
         store = collector.stores[record]
+        element = _element(record, index, value)
+        if element is None and holds_weights(record):
+            continue  # what was recorded are the kernel's weights, if anything
         if len(store.entries) > entries:
-            store.replace_last(_element(record, index, value))
+            store.replace_last(element)
 
 
 def _first_argument(first: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -250,7 +320,7 @@ def trace_plan(found: Sequence[Found], model: nn.Module) -> tuple[Seat, ...]:
         converts = getattr(config, "return_dict", None) is False
         if id(module) in owners or (converts and is_decorated(type(module).forward)):
             steps = tuple(n for n in name.split(".") if n != "_orig_mod")
-            seats.append((steps, ("forward",), "", ()))
+            seats.append((steps, ("forward",), "", (), False))
     for target in found:
         hooked = _compat.has_forward_hooks(target.module)
         seats.append(
@@ -260,6 +330,7 @@ def trace_plan(found: Sequence[Found], model: nn.Module) -> tuple[Seat, ...]:
                 ("forward", "_call_impl") if hooked else ("forward",),
                 target.first,
                 tuple((t.record, t.element, t.initial) for t in target.tasks),
+                target.fused,
             )
         )
     return tuple(seats)
@@ -270,7 +341,7 @@ def enter_traced(
 ) -> _Saved:
     """Put an override on each seat; traced by Dynamo, in its plainest Python."""
     saved: _Saved = []
-    for path, keys, first, tasks in seats:
+    for path, keys, first, tasks, fused in seats:
         module = model
         for name in path:
             module = module._modules[name]  # type: ignore[assignment]
@@ -281,7 +352,7 @@ def enter_traced(
             if not tasks:
                 slot[key] = _nested(collector, original)
             elif key == "forward":
-                slot[key] = _recording(collector, tasks, first, original)
+                slot[key] = _recording(collector, tasks, first, fused, original)
             else:
                 slot[key] = _rerecording(collector, tasks, original)
     return saved
@@ -313,13 +384,21 @@ def _recording(
     collector: Collector,
     tasks: Sequence[tuple[str, int, bool]],
     first: str,
+    fused: bool,
     original: Callable[..., Any],
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if collector.listening:
             start = begin(collector, tasks, first, args, kwargs)
-            value = original(*args, **kwargs)
-            finish(collector, tasks, start, value)
+            if fused:
+                kwargs = without_flag(kwargs)
+            calls: list[FusedCall | FlexCall] = []
+            if watches(collector, tasks):
+                with WatchFused(calls):
+                    value = original(*args, **kwargs)
+            else:
+                value = original(*args, **kwargs)
+            finish(collector, tasks, start, value, calls)
             return value
         return original(*args, **kwargs)
 

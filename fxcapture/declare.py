@@ -32,6 +32,7 @@ __all__ = [
     "Task",
     "declaration",
     "find",
+    "holds_weights",
     "is_decorated",
     "recorders",
 ]
@@ -98,6 +99,7 @@ class Found:
         compiled: Enclosing modules that were compiled by themselves, outermost first.
         owner: The nearest enclosing sub-model that captures for itself, if any.
         first: Name of the first parameter of its ``forward``.
+        fused: Its attention runs in a kernel that returns no weights.
     """
 
     module: nn.Module
@@ -108,6 +110,7 @@ class Found:
     compiled: tuple[nn.Module, ...]
     owner: nn.Module | None
     first: str
+    fused: bool
 
 
 class _Member(NamedTuple):
@@ -211,6 +214,8 @@ def find(model: nn.Module, records: Sequence[str]) -> list[Found]:
                         compiled=member.compiled,
                         owner=member.owner,
                         first=_first_parameter(type(member.module).forward),
+                        fused=any(holds_weights(t.record) for t in tasks)
+                        and _is_fused(member.module),
                     )
                 )
     return found
@@ -295,6 +300,18 @@ def _first_parameter(forward: Callable[..., Any]) -> str:
     if parameters and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD:
         return parameters[0].name
     return ""
+
+
+def holds_weights(record: str) -> bool:
+    """Whether a record is one of attention weights, by its name."""
+    return record.endswith("attentions")
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Whether a module in transformers' way has chosen a fused attention kernel."""
+    configs = (getattr(m, "config", None) for m in module.modules())
+    chosen = {getattr(config, "_attn_implementation", None) for config in configs}
+    return not chosen.isdisjoint(("sdpa", "flex_attention"))
 
 
 def sub_models(model: nn.Module) -> list[tuple[str, nn.Module]]:

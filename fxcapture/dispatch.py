@@ -21,7 +21,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -31,7 +31,16 @@ from torch import nn
 from fxcapture import _compat
 from fxcapture._compat import constant, no_tracing
 from fxcapture._dynamo import outside_dynamo, untraced
-from fxcapture.collect import Collector, begin, count, finish, refinish
+from fxcapture.attention import FlexCall, FusedCall, WatchFused
+from fxcapture.collect import (
+    Collector,
+    begin,
+    count,
+    finish,
+    refinish,
+    watches,
+    without_flag,
+)
 from fxcapture.declare import Found, Task
 
 __all__ = ["collect_from", "is_collecting", "make_way_for_tracing", "silence"]
@@ -50,6 +59,7 @@ class _Duty:
         first: Name of the first parameter of the module's ``forward``.
         instead: What to call in place of a block that was compiled by itself, because
             a value inside of it is wanted.
+        fused: Its attention kernel returns no weights.
     """
 
     def __init__(
@@ -58,6 +68,7 @@ class _Duty:
         first: str = "",
         instead: Callable[..., Any] | None = None,
     ) -> None:
+        self.fused = False
         self.tasks = tasks
         self.first = first
         self.instead = instead
@@ -117,10 +128,12 @@ class _Session:
         self, collector: Collector, found: Sequence[Found], *, quiet: bool
     ) -> None:
         self.collector = collector
+        self._found = found
         self.duties: dict[_Place, _Duty] = {}
         self.modules: dict[_Place, nn.Module] = {}
-        # Copied first arguments of the calls under way, innermost last.
-        self.starts: list[Any] = []
+        # Of the calls under way, innermost last: copied first argument, and the watch
+        # on fused attention.
+        self.starts: list[tuple[Any, WatchFused | None]] = []
         for target in found:
             if target.compiled and target.owner is not None:
                 continue  # inside a compiled sub-model that captures for itself
@@ -131,6 +144,31 @@ class _Session:
             for key in _keys(target, quiet):
                 duty = self._duty(target.seat, key)
                 duty.tasks, duty.first = target.tasks, target.first
+                duty.fused = target.fused
+
+    def join_checkpoint(self) -> None:
+        """Collect alike when the checkpoint that this runs in computes anew."""
+        _compat.while_recomputing(id(self._found), self._repetition)
+
+    def _repetition(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        found, collector = self._found, self.collector.anew()
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            leave = collect_from(collector(), found)
+            try:
+                yield
+            finally:
+                leave()
+
+        return again
+
+    def end_watches(self) -> None:
+        """End the watches of calls that raised: no hook runs behind those."""
+        while self.starts:
+            _, watch = self.starts.pop()
+            if watch is not None:
+                watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _duty(self, module: nn.Module, key: str) -> _Duty:
         place = (id(module), key)
@@ -176,6 +214,7 @@ def collect_from(collector: Collector, found: Sequence[Found]) -> Callable[[], N
             stack.enter_context(no_tracing())
             session = _Session(collector, found, quiet=True)
         stack.callback(_remove, session)
+        stack.callback(session.end_watches)
         stack.callback(_active.reset, _active.set(session))
         return stack.pop_all().close
 
@@ -237,6 +276,7 @@ def _dispatcher(place: _Place, original: Callable[..., Any]) -> Callable[..., An
         duty = None if session is None else session.duties.get(place)
         if session is None or duty is None:
             return original(*args, **kwargs)
+        outside_dynamo(session.join_checkpoint)
         function = duty.instead or original
         if not duty.tasks:
             return function(*args, **kwargs)
@@ -247,8 +287,15 @@ def _dispatcher(place: _Place, original: Callable[..., Any]) -> Callable[..., An
             outside_dynamo(refinish, collector, tasks, before, value)
         else:
             start = outside_dynamo(begin, collector, tasks, duty.first, args, kwargs)
-            value = function(*args, **kwargs)
-            outside_dynamo(finish, collector, tasks, start, value)
+            calls: list[FusedCall | FlexCall] = []
+            if duty.fused:
+                kwargs = without_flag(kwargs)
+            if watches(collector, tasks):
+                with WatchFused(calls):
+                    value = function(*args, **kwargs)
+            else:
+                value = function(*args, **kwargs)
+            outside_dynamo(finish, collector, tasks, start, value, calls)
         return value
 
     return dispatch
@@ -259,17 +306,27 @@ untraced(_dispatcher((0, ""), print))
 
 
 def _hooks(place: _Place) -> tuple[Callable[..., None], Callable[..., None]]:
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
         session = _active.get()
-        if session is not None and (duty := session.duties.get(place)) is not None:
-            session.starts.append(
-                begin(session.collector, duty.tasks, duty.first, args, kwargs)
-            )
+        if session is None or (duty := session.duties.get(place)) is None:
+            return None
+        session.join_checkpoint()
+        start = begin(session.collector, duty.tasks, duty.first, args, kwargs)
+        watch = None
+        if watches(session.collector, duty.tasks):
+            watch = WatchFused([])
+            watch.__enter__()  # type: ignore[no-untyped-call]
+        session.starts.append((start, watch))
+        return (args, without_flag(kwargs)) if duty.fused else None
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
         session = _active.get()
         if session is not None and (duty := session.duties.get(place)) is not None:
-            finish(session.collector, duty.tasks, session.starts.pop(), output)
+            start, watch = session.starts.pop()
+            if watch is not None:
+                watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            calls = [] if watch is None else watch.calls
+            finish(session.collector, duty.tasks, start, output, calls)
 
     return before, after
 

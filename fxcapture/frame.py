@@ -132,9 +132,8 @@ class Frame:
     """
 
     __slots__ = (
-        "_made", "_spec", "delivered", "error", "events", "inputs", "owner",
-        "selection",
-        "started", "whole",
+        "_made", "_repeated", "_spec", "delivered", "error", "events", "inputs",
+        "owner", "selection", "started", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -156,6 +155,7 @@ class Frame:
         self.error: Exception | None = None
         self._spec = spec
         self._made: dict[str, _Window] | None = None
+        self._repeated: Frame | None = None
 
     @property
     def _windows(self) -> dict[str, _Window]:
@@ -167,6 +167,23 @@ class Frame:
                 for name, tap in self._spec.items()
             }
         return self._made
+
+    def anew(self) -> Frame:
+        """An empty frame of an equal call."""
+        return Frame(
+            self.owner,
+            self.selection,
+            whole=self.whole,
+            spec=self._spec,
+            inputs=self.inputs,
+        )
+
+    @property
+    def repeated(self) -> Frame:
+        """An empty frame of an equal call, always the same: it holds no value."""
+        if self._repeated is None:
+            self._repeated = self.anew()
+        return self._repeated
 
     def wants(self, records: Iterable[str]) -> bool:
         """Whether the next hit of any of these records may be selected."""

@@ -33,7 +33,13 @@ import torch
 from torch import nn
 
 from fxcapture import _compat
-from fxcapture.attention import Attention, FusedCall, WatchFused, attention_weights
+from fxcapture.attention import (
+    Attention,
+    FlexCall,
+    FusedCall,
+    WatchFused,
+    attention_weights,
+)
 from fxcapture.errors import ElementError
 from fxcapture.reductions import Reducers
 from fxcapture.structure import encode, parse
@@ -321,7 +327,7 @@ def _observed(
                 for i in entry_leaves(entries, request.entry):
                     reduced.append(reducers[request.record](derived[i]))
     if target.attention:
-        calls: list[FusedCall] = []
+        calls: list[FusedCall | FlexCall] = []
         with WatchFused(calls):
             value = original(*args, **kwargs)
         entries = with_attention(entries, len(target.attention), len(calls))

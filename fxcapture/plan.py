@@ -260,9 +260,10 @@ def _weights(site: Site, name: str, tap: Tap, bound: Match) -> Structure:
         remedy = "capture with fxcapture.compile or fxcapture.export"
     elif not found.children:
         why = (
-            "it never called torch.nn.functional.scaled_dot_product_attention: its "
-            "attention is eager, flash or flex, or runs in a fused function such as "
-            "multi_head_attention_forward, or in another module"
+            "it called neither torch.nn.functional.scaled_dot_product_attention nor "
+            "flex_attention: its attention is eager or a kernel of its own, or runs in "
+            "a fused function such as multi_head_attention_forward, or in another "
+            "module"
         )
         remedy = (
             'load the model with attn_implementation="sdpa" and target the attention '

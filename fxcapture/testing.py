@@ -154,6 +154,12 @@ class _NoteWeights(TorchFunctionMode):
             if len(args) > 5:
                 more |= {"is_causal": args[5]}
             self.weights.append(fused(**(bound | more)).detach())
+        elif func is torch.ops.higher_order.flex_attention:
+            query, key, _, *more_args = args
+            unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
+            unit = unit.expand(*key.shape[:-2], -1, -1)
+            weights = func(query, key, unit, *more_args, **kwargs)[0]
+            self.weights.append(weights.detach())
         return func(*args, **kwargs)
 
 

@@ -10,6 +10,11 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
 
 import fxcapture as fxc
 from fxcapture.attention import (
@@ -25,7 +30,15 @@ from tests.modes import MODES, compile_in
 transformers = pytest.importorskip("transformers")
 
 # Dynamo looks at .grad of a region's inputs, which are no leaves.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    # torch's own indexing under vmap makes an instance of an autograd function.
+    pytest.mark.filterwarnings("ignore:.*should not be instan:DeprecationWarning"),
+    # flex_attention warns where it runs outside of a graph.
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile"),
+    pytest.mark.filterwarnings("ignore:.*_compile flag:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*_compile flag:FutureWarning"),
+]
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -271,6 +284,115 @@ def test_half_precision_is_summed_in_float32_and_returned_in_half() -> None:
                                rtol=0)  # fmt: skip
 
 
+# -- flex attention --------------------------------------------------------------------
+
+
+class FlexAttends(nn.Module):
+    """Grouped queries, a score function that reads a parameter, a causal window."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 8)
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        query = self.query(x).view(batch, length, 4, 4).transpose(1, 2)
+        key = self.key(x).view(batch, length, 2, 4).transpose(1, 2)
+
+        def score(value, b, h, q, k):
+            return value + self.bias[h] * (q - k)
+
+        out = flex_attention(
+            query, key, key, score_mod=score, block_mask=self.window(length),
+            enable_gqa=True,
+        )  # fmt: skip
+        return x + out.transpose(1, 2).reshape(batch, length, 16)
+
+    def window(self, length: int) -> BlockMask:
+        return create_block_mask(
+            lambda b, h, q, k: (q >= k) & (q - k < 3) & (q != 2),
+            None, None, length, length, device="cpu",
+        )  # fmt: skip
+
+    def weights(self, x: torch.Tensor) -> torch.Tensor:
+        """The same by hand."""
+        batch, length, _ = x.shape
+        query = self.query(x).view(batch, length, 4, 4).transpose(1, 2)
+        key = self.key(x).view(batch, length, 2, 4).transpose(1, 2)
+        scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 2
+        q, k = torch.arange(length)[:, None], torch.arange(length)
+        scores = scores + self.bias[:, None, None] * (q - k)
+        allowed = (q >= k) & (q - k < 3) & (q != 2)
+        scores = scores.masked_fill(~allowed, float("-inf"))
+        return torch.softmax(scores, -1).nan_to_num(0.0)
+
+
+class FlexStack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([FlexAttends() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("settings", [{"fullgraph": True}, {"regions": "layers.*"}, {}])
+def test_weights_beside_flex_attention(settings: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = FlexStack().eval()
+    x = torch.randn(2, 6, 16)
+    spec = {
+        "a": AttentionWeights("layers.*", heads=[2, 0], queries=slice(1, None)),
+        "h": fxc.Tap("layers.*", initial=True),
+    }
+    captured = fxc.compile(model, spec, backend="aot_eager", **settings)
+    with torch.no_grad():
+        captured(x)
+        output, records = captured(x)
+        wanted = model(x)
+    torch.testing.assert_close(output, wanted, rtol=0, atol=0)
+    for layer, state, got in zip(
+        model.layers, records["h"], records["a"], strict=False
+    ):
+        with torch.no_grad():
+            weights = layer.weights(state)[:, [2, 0], 1:]
+        torch.testing.assert_close(got, weights, rtol=1e-5, atol=1e-6)
+    with torch.no_grad():
+        found = fxc.verify(captured, x)
+    assert found.differences["a"] < 1e-6
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_weights_beside_transformers_flex_attention_equal_eager_ones(
+    masked: bool,
+) -> None:
+    cls, config, target = MODELS["llama"]()
+    torch.manual_seed(0)
+    config._attn_implementation = "flex_attention"
+    flexible = cls(config).eval()
+    _, eager, _ = pair("llama")
+    eager.load_state_dict(flexible.state_dict())
+    mask = PADDING if masked else None
+    captured = fxc.compile(
+        flexible, {"a": AttentionWeights(target, select=[0, -1])},
+        # Not one graph, also without capture: building the block mask warns.
+        backend="aot_eager",
+    )  # fmt: skip
+    with torch.no_grad():
+        found = captured(IDS, attention_mask=mask, use_cache=False).records["a"]
+        wanted = eager(IDS, attention_mask=mask, output_attentions=True).attentions
+
+    assert [w is None for w in found] == [False, True, False]
+    rows = slice(None) if mask is None else mask.bool()[0]
+    for i in (0, 2):
+        torch.testing.assert_close(
+            found[i][0][:, rows], wanted[i][0][:, rows], rtol=1e-5, atol=1e-6
+        )
+
+
 # -- what is refused -------------------------------------------------------------------
 
 
@@ -283,9 +405,7 @@ def test_a_module_without_a_fused_call_says_what_to_do() -> None:
 
     with pytest.raises(UnsupportedOutputError, match="no attention weights") as caught:
         run(fused, AttentionWeights("layers.*.mlp"), IDS)
-    assert "never called torch.nn.functional.scaled_dot_product_attention" in str(
-        caught.value
-    )
+    assert "scaled_dot_product_attention nor flex_attention" in str(caught.value)
     with pytest.raises(UnsupportedOutputError, match=r"attn_implementation=\"sdpa"):
         run(eager, AttentionWeights(target), IDS)
 

@@ -13,12 +13,13 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
 import threading
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -341,6 +342,25 @@ class DynamoProgram:
             self._region_functions[kind] = compiled
         return compiled(below, args, kwargs)
 
+    def join_checkpoint(self, frame: Frame) -> None:
+        """Run alike when the checkpoint that a broken run is in computes anew.
+
+        That happens in backward, when the overrides are gone; what it gives then is a
+        repetition and counts for nothing.
+        """
+        equal = frame.repeated  # the frame itself would keep its values alive
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            token = active_frame.set(equal.anew())
+            try:
+                with fused_attention(not self.bound.inside_fused), self._overrides:
+                    yield
+            finally:
+                active_frame.reset(token)
+
+        _compat.while_recomputing(id(equal), lambda: again)
+
     def take(self, frame: Frame, event: Event) -> None:
         """Hand an event to a frame."""
         site = event.site
@@ -357,6 +377,7 @@ class DynamoProgram:
         frame = active_frame.get()
         if frame is None or frame.owner is not self or seen.token is None:
             return
+        self.join_checkpoint(frame)
         path = self.path_of_token(seen.token)
         sizes = tuple(map(int, seen.sizes)), tuple(map(int, seen.entry_sizes))
         site, leaves = self._site_of(path, seen, *sizes)

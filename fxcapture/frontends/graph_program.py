@@ -299,11 +299,13 @@ class Piece:
     def __call__(self, *args: Any) -> Any:
         """Run the graph; hand its events to the frame and the rest to Dynamo's code."""
         kept = args if self._all_inputs else [args[i] for i in self._inputs]
-        out = self._call(*kept)
         frame = active_frame.get()
-        if frame is not None and frame.owner is self._program:
-            taps = self._program.kept(out[self._num_own :])
-            self._deliver(frame, args, taps)
+        if frame is None or frame.owner is not self._program:
+            return self._call(*kept)[: self._num_own]
+        self._program.join_checkpoint(frame)
+        out = self._call(*kept)
+        taps = self._program.kept(out[self._num_own :])
+        self._deliver(frame, args, taps)
         return out[: self._num_own]
 
     def _deliver(

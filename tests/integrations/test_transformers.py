@@ -351,3 +351,69 @@ def test_an_untested_release_is_warned_of(monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"transformers 5\.99\.0 was not tested"):
         integration.install()
     integration.uninstall()
+
+
+# -- weights beside fused attention ----------------------------------------------------
+
+WEIGHTS = ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions")
+
+
+def fused(name: str) -> Any:
+    model, inputs = make(name)
+    model.set_attn_implementation("sdpa")
+    return model, inputs
+
+
+def assert_weights_of_eager_attention(got: Any, want: Any) -> None:
+    names = [n for n in WEIGHTS if getattr(want, n, None)]
+    assert names
+    for name in names:
+        assert_same(getattr(got, name), getattr(want, name))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("asked", [True, [0, -1]])
+@torch.no_grad()
+def test_fused_attention_gives_the_weights_of_eager_attention(
+    installed: None, name: str, asked: Any
+) -> None:
+    model, inputs = fused(name)
+    want = make(name)[0](**inputs, output_attentions=asked)
+
+    assert_weights_of_eager_attention(model(**inputs, output_attentions=asked), want)
+    assert overrides(model) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5"])
+@torch.no_grad()
+def test_fused_weights_are_part_of_one_cold_graph(installed: None, name: str) -> None:
+    model, inputs = fused(name)
+    want = make(name)[0](**inputs, output_attentions=[0, -1])
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    got = compiled(**inputs, output_attentions=[0, -1])
+    assert_weights_of_eager_attention(got, want)
+    # Eager runs of a model that was traced stay out of sight of Dynamo's guards.
+    again = model(**inputs, output_attentions=[0, -1])
+    assert_weights_of_eager_attention(again, want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fused_weights_inside_checkpoints_train(
+    installed: None, compiled: bool
+) -> None:
+    model, inputs = fused("llama")
+    eager, _ = make("llama")
+    inputs = {**inputs, "use_cache": False, "output_attentions": [1]}
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    torch._dynamo.reset()
+    run = (
+        torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    )
+    gradients = []
+    for call, owner in ((run, model), (eager.train(), eager)):
+        output = call(**inputs)
+        loss = output.last_hidden_state.sum() + output.attentions[1].pow(2).sum()
+        loss.backward()
+        gradients.append([p.grad for p in owner.parameters()])
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=5e-5)

@@ -8,9 +8,10 @@ import weakref
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import fxcapture as fxc
-from tests.regimes.blocks import Stack
+from tests.regimes.blocks import Stack, left_behind
 
 REGIMES = [{"fullgraph": True}, {"regions": "layers.*"}]
 
@@ -131,6 +132,64 @@ def test_mixed_precision_records_what_the_caller_received():
         assert got.dtype == expected.dtype
         torch.testing.assert_close(got, expected)
     output.float().sum().backward()
+
+
+class Checkpointed(Stack):
+    """Runs each layer in a checkpoint that no graph contains."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = checkpoint(layer, x, use_reentrant=False)
+        return self.head(x)
+
+
+SAVING = {
+    "state": fxc.Tap("layers.*"),
+    "detached": fxc.Tap("layers.*", detach=True),
+    "inside": fxc.Tap("layers.*.attention", output=1),
+    "reduced": fxc.Tap("layers.*.out", reduce=lambda t: (t * t).sum(1)),
+    "argument": fxc.Tap("layers.*.out", point="input"),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("settings", [{"regions": "layers.*"}, {}])
+@pytest.mark.parametrize("what", SAVING)
+def test_a_checkpoint_outside_of_the_graphs_computes_anew_what_it_saved(
+    what, settings, backend
+):
+    model, plain = Checkpointed(), Stack()
+    plain.load_state_dict(model.state_dict())
+    spec = {"l": SAVING[what]}
+    captured = fxc.compile(model, spec, backend=backend, **settings)
+    whole = fxc.compile(plain, spec, backend="eager", fullgraph=True)
+    for seed in range(2):
+        x = torch.randn(2, 8, generator=torch.manual_seed(seed))
+        for run in (captured, whole):
+            output, records = run(x)
+            assert len(records["l"]) == 3
+            loss = output.sum()
+            if what != "detached":
+                loss = loss + sum(v.pow(2).sum() for v in records["l"])
+            run.zero_grad()
+            loss.backward()
+        torch.testing.assert_close(gradients(model), gradients(plain))
+        assert left_behind(model) == []
+
+
+def test_a_checkpoint_outside_of_the_graphs_retains_no_record():
+    model = Checkpointed()
+    captured = fxc.compile(
+        model, {"l": "layers.*"}, backend="aot_eager", regions="layers.*"
+    )
+    output, records = captured(torch.randn(2, 8))
+    alive = [weakref.ref(v) for v in records["l"]]
+    del records
+    gc.collect()
+
+    assert [r() for r in alive[:2]] == [None, None]
+    output.sum().backward()
 
 
 def test_nothing_is_retained_once_records_are_dropped():
