@@ -150,7 +150,9 @@ class Overrides:
     def _region(self, module: nn.Module, key: str) -> _Override:
         original = f"{self._name}_region"
         run_region = self._run_region
-        wrapped = module._modules.get("_orig_mod")
+        # A scripted module's table of children has no ``get``.
+        inner = module._modules
+        wrapped = inner["_orig_mod"] if "_orig_mod" in inner else None  # noqa: SIM401
         in_place = key == "_compiled_call_impl"
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""Every public case with graph breaks put in: values stay right, none goes wrong.
+"""Every public case in pieces: with graph breaks put in, and compiled by regions.
 
 Broken around the model, Dynamo compiles it as a frame of its own; broken between the
-children, each layer becomes one, and layers of a class share compiled code.
+children, each layer becomes one, and layers of a class share compiled code.  By
+regions, each child, or each grandchild, is compiled on its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture.errors import TraceError
+from fxcapture.mark import has_forward
 from tests.acceptance.cases import BY_ID, CASES, Case
 from tests.reference import footprint
 
@@ -71,11 +73,13 @@ def inside(tap: fxc.Tap) -> fxc.Tap:
     )
 
 
-def assert_right_twice(case: Case, model: nn.Module, spec: Any) -> None:
+def assert_right_twice(
+    case: Case, model: nn.Module, spec: Any, **settings: Any
+) -> None:
     want = case.expected_records()
     plain_output = case.driven(case.build())[0]
     untouched = footprint(model)
-    captured = fxc.compile(model, spec, backend="eager")
+    captured = fxc.compile(model, spec, **{"backend": "eager", **settings})
     for _ in range(2):
         output, driver = case.driven(captured)
 
@@ -104,6 +108,31 @@ def test_values_are_right_with_breaks_around_the_model(case: Case) -> None:
 @every_case
 def test_values_are_right_with_breaks_between_the_children(case: Case) -> None:
     assert_right_twice(case, break_between_children(case.build()), case.spec)
+
+
+def paths_at(depth: int, model: nn.Module) -> list[str]:
+    """Paths of this many names, of modules that can be called."""
+    return [
+        path
+        for path, module in model.named_modules()
+        if path and path.count(".") == depth - 1 and has_forward(module)
+    ]
+
+
+REGIONAL = [
+    pytest.param(case, depth, id=f"{case.id}-{depth}")
+    for depth in (1, 2)
+    for case in CASES
+    if paths_at(depth, case.build())
+]
+
+
+@pytest.mark.parametrize(("case", "depth"), REGIONAL)
+def test_values_are_right_by_regions(case: Case, depth: int) -> None:
+    model = case.build()
+    regions = paths_at(depth, model)
+
+    assert_right_twice(case, model, case.spec, regions=regions, backend="aot_eager")
 
 
 @pytest.mark.parametrize("name", ["hidden_states_selected", "dict_output"])
