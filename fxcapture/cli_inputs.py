@@ -1,9 +1,7 @@
-"""The model that a command line names, and inputs for it.
+"""The call that a command line names: a model, and inputs for it.
 
-Terms
-    factory: what stands behind ``MODEL``: a function or class that makes the model.  It
-        may also return the inputs: ``(model, args)``, ``(model, kwargs)`` or ``(model,
-        args, kwargs)``.
+Inputs come from the factory, from options, or are made up by what the model says of
+itself.
 
 Invariants
     Whatever a user can get wrong here is a :class:`UsageError` that says what was
@@ -12,24 +10,20 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import re
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from fxcapture.cli_values import UsageError, assignment, read_file
-from fxcapture.errors import nearest
+from fxcapture.cli_models import make_model
+from fxcapture.cli_values import UsageError, assignment
 
-__all__ = ["Loaded", "load_model"]
+__all__ = ["Loaded", "dynamic_sizes", "example_call", "load_model"]
 
 
 @final
@@ -38,7 +32,7 @@ class Loaded:
     """A model and a call of it.
 
     Attributes:
-        model: In evaluation mode, unless it came from a factory in training mode.
+        model: In evaluation mode, unless training mode was asked for.
         args: Positional arguments.
         kwargs: Keyword arguments.
     """
@@ -46,11 +40,6 @@ class Loaded:
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-
-
-# --------------------------------------------------------------------------------------
-# Models
-# --------------------------------------------------------------------------------------
 
 
 def load_model(
@@ -62,6 +51,7 @@ def load_model(
     keywords: Sequence[str] = (),
     batch: int = 1,
     length: int = 16,
+    train: bool = False,
     meta: bool = False,
 ) -> Loaded:
     """The model that ``name`` stands for, and example inputs.
@@ -75,23 +65,15 @@ def load_model(
         keywords: ``name=value``: further keyword arguments of the call.
         batch: Batch size of inputs that are made up.
         length: Number of tokens of inputs that are made up.
+        train: Put the model into training mode.
         meta: Make a transformers model without allocating weights.
 
     Raises:
         UsageError: the model or its inputs cannot be made.
     """
-    factory = _find_factory(name)
-    values = dict(assignment(text, "--set") for text in settings)
-    if _is_transformers(factory):
-        made = _from_config(factory, name, config, values, meta=meta)
-    else:
-        if config is not None:
-            raise UsageError(
-                f"--config is for classes of transformers, and {name} is none",
-                "pass what the factory needs with --set key=value",
-            )
-        made = _call_factory(factory, name, values)
+    made = make_model(name, config, settings, meta=meta)
     model, args, kwargs = _split(made, name)
+    model.train(train)
     if inputs:
         args, kwargs = (), {}
         for text in inputs:
@@ -103,148 +85,17 @@ def load_model(
     elif made is model:
         kwargs = _made_up_inputs(model, batch, length)
     kwargs = kwargs | dict(assignment(text, "--arg") for text in keywords)
+    _check_call(model, args, kwargs)
     return Loaded(model, args, kwargs)
 
 
-def _find_factory(name: str) -> Callable[..., Any]:
-    place, colon, attribute = name.partition(":")
-    if not colon:
-        return _transformers_class(name)
-    if not place or not attribute:
-        raise UsageError(f"{name!r} names no factory", "write package.module:factory")
-    module = _import(place)
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [n for n in dir(found) if not n.startswith("_")]
-            near = ", ".join(nearest(part, public))
-            raise UsageError(
-                f"{place} has no {part!r}", f"did you mean: {near}?" if near else ""
-            )
-        found = getattr(found, part)
-    if isinstance(found, nn.Module):
-        return lambda: found
-    if not callable(found):
-        raise UsageError(
-            f"{name} is a {type(found).__name__}",
-            "name a function or a class that makes the model",
-        )
-    return found  # type: ignore[no-any-return]
-
-
-def _import(place: str) -> Any:
-    if place.endswith(".py"):
-        path = Path(place)
-        if not path.is_file():
-            raise UsageError(f"there is no file {place}")
-        spec = importlib.util.spec_from_file_location(path.stem, path)
-        if spec is None or spec.loader is None:
-            raise UsageError(f"{place} cannot be imported")
-        module = importlib.util.module_from_spec(spec)
-        # Pickling and Dynamo look a class's module up by name.
-        sys.modules[path.stem] = module
-        spec.loader.exec_module(module)
-        return module
-    if str(Path.cwd()) not in sys.path:
-        # Where the user stands, as ``python -m`` would have it.
-        sys.path.insert(0, str(Path.cwd()))
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is not None and not place.startswith(error.name):
-            raise
-        raise UsageError(
-            f"there is no module {place!r}",
-            "name an importable module, one below the working directory, or a file.py",
-        ) from error
-
-
-def _transformers_class(name: str) -> Callable[..., Any]:
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            f"{name!r} has no colon, so it should be a class of transformers, which is "
-            "not installed",
-            "write package.module:factory, or pip install 'fxcapture[transformers]'",
-        ) from error
-    found = getattr(transformers, name, None)
-    if found is None:
-        names = [n for n in dir(transformers) if re.search(r"(Model|For\w+)$", n)]
-        near = ", ".join(nearest(name, names))
-        raise UsageError(
-            f"transformers has no class {name!r}",
-            f"did you mean: {near}? A factory of your own is package.module:factory",
-        )
-    return found  # type: ignore[no-any-return]
-
-
-def _is_transformers(factory: Any) -> bool:
-    return inspect.isclass(factory) and (
-        hasattr(factory, "config_class") or hasattr(factory, "from_config")
-    )
-
-
-def _from_config(
-    cls: Any, name: str, config: Path | None, values: dict[str, Any], *, meta: bool
-) -> nn.Module:
-    if getattr(cls, "config_class", None) is None:
-        raise UsageError(
-            f"{name} is for every architecture, so it has no configuration of its own",
-            "name the architecture's class, such as LlamaForCausalLM",
-        )
-    stored: dict[str, Any] = {}
-    if config is not None:
-        stored = read_file(config)
-        if not isinstance(stored, dict):
-            raise UsageError(f"{config} holds no configuration")
-        kind = stored.get("model_type")
-        if kind is not None and kind != cls.config_class.model_type:
-            raise UsageError(
-                f"{config} is for {kind!r} models, {name} is a "
-                f"{cls.config_class.model_type!r} model",
-                'name the class that the file\'s "architectures" names',
-            )
-    known = cls.config_class().to_dict()
-    for key in values:
-        if key not in known:
-            near = ", ".join(nearest(key, known))
-            raise UsageError(
-                f"--set {key}: {cls.config_class.__name__} has no such field",
-                f"did you mean: {near}?" if near else "",
-            )
-    built = cls.config_class(**(stored | values))
-    with torch.device("meta") if meta else contextlib.nullcontext():
-        model = cls(built)
-    dtype = stored.get("dtype") or stored.get("torch_dtype")
-    if isinstance(dtype, str) and hasattr(torch, dtype):
-        model = model.to(getattr(torch, dtype))
-    return model.eval()  # type: ignore[no-any-return]
-
-
-def _call_factory(
-    factory: Callable[..., Any], name: str, values: dict[str, Any]
-) -> Any:
-    try:
-        inspect.signature(factory).bind(**values)
-    except TypeError as error:
-        raise UsageError(
-            f"{name} cannot be called: {error}",
-            "pass its keywords with --set key=value",
-        ) from error
-    except ValueError:  # no signature to read
-        pass
-    return factory(**values)
-
-
 def _split(made: Any, name: str) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    parts = made if isinstance(made, tuple) else (made,)
-    model, rest = parts[0], list(parts[1:])
+    model, *rest = made if isinstance(made, tuple) and made else (made,)
+    remedy = "return the model, (model, args), (model, kwargs) or (model, args, kwargs)"
     if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"{name} made a {type(model).__name__}",
-            "return the model, (model, args), (model, kwargs) or (model, args, kwargs)",
-        )
+        raise UsageError(f"{name} made a value of type {type(model).__name__}", remedy)
+    if len(rest) > 2 or (len(rest) == 2 and not isinstance(rest[1], Mapping)):
+        raise UsageError(f"{name} made a tuple of {len(rest) + 1} values", remedy)
     kwargs = dict(rest.pop()) if rest and isinstance(rest[-1], Mapping) else {}
     args = rest.pop() if rest else ()
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
@@ -295,12 +146,99 @@ def _made_up_inputs(model: nn.Module, batch: int, length: int) -> dict[str, Any]
         sizes = (size, size) if isinstance(size, int) else tuple(size)
         shape = (batch, getattr(config, "num_channels", 3), *sizes)
         kwargs[main] = _fill(shape, torch.float32, model)
-    elif any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY,
-             p.POSITIONAL_OR_KEYWORD) for p in parameters.values()):  # fmt: skip
+    elif needed := _needed(parameters.values()):
         raise UsageError(
-            f"{type(model).__name__}.forward needs inputs: {', '.join(parameters)}",
-            "pass --input name=dtype[sizes], or let the factory return (model, args)",
+            f"{type(model).__name__}.forward needs inputs: {', '.join(needed)}",
+            f"pass --input {needed[0]}=float32[2,8], with its dtype and sizes"
+            f"{', and so on' * (len(needed) > 1)}, or let the factory return "
+            "(model, args)",
         )
-    if "use_cache" in parameters or hasattr(config, "use_cache"):
+    if getattr(config, "use_cache", False):
         kwargs["use_cache"] = False
     return kwargs
+
+
+def _needed(parameters: Iterable[inspect.Parameter]) -> list[str]:
+    return [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    ]
+
+
+def _check_call(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Find out before the run whether the model can be called so."""
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        takes = ", ".join(
+            p.name if p.default is p.empty else f"{p.name} (optional)"
+            for p in signature.parameters.values()
+        )
+        raise UsageError(
+            f"{type(model).__name__}.forward cannot be called so: {error}",
+            f"it takes {takes}; pass tensors with --input name=dtype[sizes] and other "
+            "values with --arg name=value",
+        ) from error
+
+
+def dynamic_sizes(texts: Sequence[str], loaded: Loaded) -> Any:
+    """``name=dimension,...`` as ``dynamic_shapes`` of ``torch.export``.
+
+    Raises:
+        UsageError: the call has no such input, or it has no such dimension.
+    """
+    if not texts:
+        return None
+    named = _named_inputs(loaded)
+    collection: Any = torch.export.ShapesCollection  # untyped in torch
+    shapes = collection()
+    for text in texts:
+        name, _, dims = text.partition("=")
+        value = named.get(name.strip())
+        if value is None or not re.fullmatch(r"\d+(,\d+)*", dims.strip()):
+            raise UsageError(
+                f"--dynamic {text!r} names no sizes of an input",
+                f"write name=dimension,..., where name is one of: {', '.join(named)}",
+            )
+        wanted = [int(d) for d in dims.split(",")]
+        if max(wanted) >= value.dim():
+            raise UsageError(
+                f"--dynamic {text!r}: {name} has {value.dim()} dimensions",
+                f"they are counted from 0 to {value.dim() - 1}",
+            )
+        for dim in wanted:
+            if value.shape[dim] < 2:
+                raise UsageError(
+                    f"--dynamic {text!r}: size {value.shape[dim]} of the example input "
+                    "cannot stand for all sizes",
+                    "torch.export treats 0 and 1 as special: give an example of size "
+                    "2 or more, with --input or --batch",
+                )
+        shapes[value] = dict.fromkeys(wanted, torch.export.Dim.DYNAMIC)
+    return shapes.dynamic_shapes(loaded.model, loaded.args, loaded.kwargs)
+
+
+def _named_inputs(loaded: Loaded) -> dict[str, torch.Tensor]:
+    """The tensors of the call that are arguments themselves, by name."""
+    signature = inspect.signature(loaded.model.forward)
+    given = dict(signature.bind(*loaded.args, **loaded.kwargs).arguments)
+    given |= loaded.kwargs
+    return {n: v for n, v in given.items() if isinstance(v, torch.Tensor)}
+
+
+def example_call(loaded: Loaded) -> str:
+    """The arguments of the call in words, as in ``input_ids=int64[2,16]``."""
+    parts = [_in_words(value) for value in loaded.args]
+    parts += [f"{name}={_in_words(value)}" for name, value in loaded.kwargs.items()]
+    return ", ".join(parts)
+
+
+def _in_words(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    sizes = ",".join(map(str, value.shape))
+    return f"{str(value.dtype).removeprefix('torch.')}[{sizes}]"

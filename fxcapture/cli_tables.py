@@ -4,43 +4,79 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
 
 import fxcapture
+from fxcapture.captured_program import CapturedProgram
 from fxcapture.cli_inputs import Loaded
+from fxcapture.cli_report import console, working
 from fxcapture.memory import Estimate, estimate, format_bytes
 from fxcapture.spec import CaptureSpec
+from fxcapture.testing import Verification
 
-__all__ = ["bench_data", "estimate_data", "estimate_tables", "site_rows"]
+__all__ = [
+    "bench_data",
+    "bench_table",
+    "estimate_data",
+    "estimate_tables",
+    "explain_data",
+    "export_data",
+    "export_table",
+    "site_data",
+    "site_table",
+    "verify_data",
+    "verify_table",
+]
 
 
-def site_rows(loaded: Loaded, depth: int) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of ``sites``: what modules down to a depth return."""
+#: Title, columns and rows of a table.
+_Table = tuple[str, list[str], list[list[str]]]
+
+
+def _sizes(shape: Sequence[Any]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def site_data(loaded: Loaded, depth: int) -> list[dict[str, Any]]:
+    """What modules down to a depth return, as JSON values."""
     from fxcapture.survey import sites
 
+    return [
+        {
+            "path": point.path,
+            "class": point.class_name,
+            "calls": point.num_calls,
+            "output": point.output,
+            "shapes": [list(s) for s in point.shapes],
+            "dtypes": list(point.dtypes),
+            "bytes": point.num_bytes,
+        }
+        for point in sites(loaded.model, loaded.args, loaded.kwargs)
+        if point.path.count(".") < depth
+    ]
+
+
+def site_table(data: list[dict[str, Any]]) -> _Table:
+    """The same as a table; shapes and dtypes are those of the output's tensors."""
+    rows = [
+        [
+            row["path"] or "(model)",
+            row["class"],
+            str(row["calls"]),
+            row["output"],
+            " ".join(map(_sizes, row["shapes"])),
+            " ".join(dict.fromkeys(row["dtypes"])),
+            str(row["bytes"]),
+        ]
+        for row in data
+    ]
     columns = ["path", "class", "calls", "output", "shape", "dtype", "bytes"]
-    rows: list[list[Any]] = []
-    for point in sites(loaded.model, loaded.args, loaded.kwargs):
-        if point.path.count(".") < depth:
-            shapes = " ".join("x".join(map(str, s)) for s in point.shapes)
-            dtypes = " ".join(dict.fromkeys(point.dtypes))
-            rows.append(
-                [
-                    point.path or "(model)",
-                    point.class_name,
-                    point.num_calls,
-                    point.output,
-                    shapes,
-                    dtypes,
-                    point.num_bytes,
-                ]
-            )
-    return columns, rows
+    return f"{len(rows)} module{'s' * (len(rows) != 1)}", columns, rows
 
 
 def estimate_data(made: Estimate) -> dict[str, Any]:
@@ -75,10 +111,8 @@ def estimate_data(made: Estimate) -> dict[str, Any]:
     }
 
 
-def estimate_tables(
-    made: Estimate,
-) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """An estimate as tables: title, columns, rows."""
+def estimate_tables(made: Estimate) -> Iterator[_Table]:
+    """An estimate as tables."""
     yield (
         "bytes that records hold",
         ["record", "positions", "kept", "if all were kept"],
@@ -121,8 +155,95 @@ def estimate_tables(
     )
 
 
+def verify_data(found: Verification, tolerance: float) -> dict[str, Any]:
+    """A verification as JSON values, with a verdict on each record."""
+    records = []
+    for name, difference in found.differences.items():
+        scale = found.scales[name]
+        good = difference <= tolerance * max(scale, 1e-30)
+        records.append(
+            {
+                "record": name,
+                "difference": difference,
+                "scale": scale,
+                "within_tolerance": good,
+            }
+        )
+    return {
+        "records": records,
+        "output_difference": found.output_difference,
+        "tolerance": tolerance,
+        "good": all(record["within_tolerance"] for record in records),
+    }
+
+
+def verify_table(data: dict[str, Any]) -> _Table:
+    """The same as a table."""
+    rows = [
+        [
+            record["record"],
+            f"{record['difference']:.3g}",
+            f"{record['scale']:.3g}",
+            "good" if record["within_tolerance"] else "DIFFERS",
+        ]
+        for record in data["records"]
+    ]
+    rows.append(["(output)", f"{data['output_difference'] or 0:.3g}", "", ""])
+    columns = ["record", "largest difference", "largest value", "verdict"]
+    return "differences from the eager reference", columns, rows
+
+
+def explain_data(captured: Any) -> dict[str, Any]:
+    """Where each record of the latest call is from, as JSON values."""
+    from fxcapture.drawing import picture_of
+
+    picture = picture_of(captured)
+    if picture is None:
+        return {"model": None, "records": [], "taps": [], "note": ""}
+    return {
+        "model": picture.title,
+        "records": [
+            {"name": name, "kept_positions": kept, "positions": length}
+            for name, (kept, length) in picture.records.items()
+        ],
+        "taps": [
+            {
+                "record": tap.record,
+                "position": tap.position,
+                "path": row.path,
+                "class": row.class_name,
+                "point": "input" if tap.entry else "output",
+                "call": tap.call,
+                "shape": tap.shape,
+                "bytes": tap.num_bytes,
+                "where": tap.where,
+            }
+            for row in picture.rows
+            for tap in row.taps
+        ],
+        "note": picture.note,
+    }
+
+
+def export_data(program: CapturedProgram, file: Path) -> dict[str, Any]:
+    """The added outputs of an exported program as JSON values."""
+    return {
+        "file": str(file),
+        "outputs": [
+            {"name": o.name, "dtype": o.dtype, "shape": list(o.shape)}
+            for o in program.manifest.outputs
+        ],
+    }
+
+
+def export_table(program: CapturedProgram, file: Path) -> _Table:
+    """The same as a table."""
+    rows = [[o.name, o.dtype, _sizes(o.shape)] for o in program.manifest.outputs]
+    return f"added outputs of {file}", ["name", "dtype", "shape"], rows
+
+
 def bench_data(
-    loaded: Loaded, spec: CaptureSpec, backend: str, rounds: int, err: Console
+    loaded: Loaded, spec: CaptureSpec, backend: str, rounds: int
 ) -> dict[str, Any]:
     """Time the model with capture, with records only, and without."""
     model, args, kwargs = loaded.model, loaded.args, loaded.kwargs
@@ -137,16 +258,16 @@ def bench_data(
     first: dict[str, float] = {}
     times: dict[str, list[float]] = {name: [] for name in calls}
     with torch.no_grad():
-        with err.status(f"starting {backend}"):
+        with working(f"starting {backend}"):
             # The first compilation of a process starts the compiler itself.
             torch.compile(torch.nn.Linear(8, 8), backend=backend)(torch.ones(8, 8))
         for name, call in calls.items():
-            with err.status(f"compiling: {name}"):
+            with working(f"compiling: {name}"):
                 begin = time.perf_counter()
                 call(*args, **kwargs)
                 first[name] = time.perf_counter() - begin
                 call(*args, **kwargs)
-        for _ in track(range(rounds), "timing", console=err, transient=True):
+        for _ in track(range(rounds), "timing", console=console, transient=True):
             for name, call in calls.items():
                 begin = time.perf_counter()
                 call(*args, **kwargs)
@@ -170,3 +291,18 @@ def bench_data(
         "kept_bytes": cost.kept_bytes,
         "full_bytes": cost.full_bytes,
     }
+
+
+def bench_table(data: dict[str, Any]) -> _Table:
+    """The same as a table."""
+    rows = [
+        [
+            v["variant"],
+            f"{v['median_ms']:.3f}",
+            f"{v['over_plain']:.3f}",
+            f"{v['first_call_s']:.1f}",
+        ]
+        for v in data["variants"]
+    ]
+    title = f"{data['model']}, {data['backend']}, {data['rounds']} interleaved rounds"
+    return title, ["variant", "median ms", "over plain", "first call s"], rows

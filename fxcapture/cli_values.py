@@ -18,21 +18,34 @@ class UsageError(Exception):
 
 
 def read_file(path: Path) -> Any:
-    """What a JSON or YAML file holds."""
+    """What a JSON or YAML file holds.
+
+    Raises:
+        UsageError: it cannot be read, or holds something else.
+    """
     try:
         text = path.read_text()
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    try:
-        if path.suffix in (".yaml", ".yml"):
-            import yaml
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        raise UsageError(
+            f"{path} cannot be read: {reason}", "name a JSON or YAML file"
+        ) from error
+    if path.suffix in (".yaml", ".yml"):
+        import yaml
 
+        try:
             return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            place = f" in line {mark.line + 1}" if mark else ""
+            reason = getattr(error, "problem", None) or str(error)
+            raise UsageError(f"{path} is not YAML{place}: {reason}") from error
+    try:
         return json.loads(text)
-    except Exception as error:
-        kind = "YAML" if path.suffix in (".yaml", ".yml") else "JSON"
-        reason = str(error).replace("\n", " ")
-        raise UsageError(f"{path} is not {kind}: {reason}") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"{path} is not JSON: {error}", "name the file .yaml if it is YAML"
+        ) from error
 
 
 def split_outside_brackets(text: str) -> list[str]:

@@ -217,7 +217,7 @@ def _tapped(
         else:
             known = False
             continue
-        shapes.append("x".join(map(str, shape)))
+        shapes.append("x".join(map(str, shape)) or "scalar")
         if all(isinstance(s, int) for s in shape):
             total += torch.empty(shape, dtype=dtype, device="meta").nbytes
         else:

@@ -271,6 +271,8 @@ class Tap:
             if "dtype" in fields:
                 fields["dtype"] = getattr(torch, fields["dtype"])
             return Tap(target, **fields)
+        except SpecError:
+            raise  # a SpecTypeError is a TypeError too
         except (KeyError, AttributeError, ImportError, TypeError) as error:
             raise SpecError(
                 f"{data!r} is not a stored tap",

@@ -44,6 +44,33 @@ def broken():
 def number():
     return 3
 
+def too_many():
+    return make(), torch.ones(3, 4), torch.ones(3, 4)
+
+def loud():
+    print("making it")
+    return with_inputs()
+
+def dropping():
+    return nn.Sequential(nn.Linear(4, 64), nn.Dropout()), (torch.ones(3, 4),)
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, left, right, scale=1.0):
+        return self.fc(left) * scale + right, left.mean()
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.two = Two()
+
+    def forward(self, left, right):
+        return self.two(left, right)[0]
+
+WIDTH = 4
 existing = make()
 """
 
@@ -54,7 +81,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    sys.modules.pop("models_here", None)
+    for name in ("models_here", "helped", "helper_here"):
+        sys.modules.pop(name, None)
 
 
 def run(*arguments: str) -> Result:
@@ -80,6 +108,7 @@ def test_sites_lists_the_modules_with_their_bytes() -> None:
     found = {row["path"]: row for row in data("sites", *SMALL, "--length", "8")}
 
     assert found["model.layers.2"]["class"] == "LlamaDecoderLayer"
+    assert found["model.layers.2"]["shapes"] == [[1, 8, 32]]
     assert found["model.layers.2"]["bytes"] == 8 * 32 * 4
     assert "model.layers.0.self_attn" not in found
     deeper = data("sites", *SMALL, "--depth", "4")
@@ -144,6 +173,24 @@ def test_explain_draws(form: str, start: str, folder: Path) -> None:
     assert (folder / "picture").read_text().startswith(start)
 
 
+def test_explain_says_the_same_to_programs(folder: Path) -> None:
+    model = ["models_here:with_inputs", "--tap", "h=*,select=-1"]
+    found = data("explain", *model, "--format", "svg", "--out", "picture.svg")
+
+    assert found["records"] == [{"name": "h", "kept_positions": 1, "positions": 3}]
+    [tap] = found["taps"]
+    assert (tap["path"], tap["class"], tap["position"]) == ("2", "Linear", 2)
+    assert (tap["shape"], tap["bytes"], tap["where"]) == ("3x2", 3 * 2 * 4, "graph 0")
+    assert (folder / "picture.svg").read_text().startswith("<svg")
+
+
+def test_a_scalar_is_called_so() -> None:
+    two = ["models_here:Around", "--input", "float32[2,4]", "--input", "float32[2,4]"]
+
+    assert "2x4 scalar" in good("sites", *two)
+    assert "2x4, scalar" in good("explain", *two, "--tap", "both=two")
+
+
 def test_export_writes_a_program_that_loads(folder: Path) -> None:
     from fxcapture.captured_program import load
 
@@ -154,6 +201,22 @@ def test_export_writes_a_program_that_loads(folder: Path) -> None:
     assert [o["name"] for o in found["outputs"]] == ["h_0"]
     records = load(folder / "model.pt2")(torch.ones(3, 4)).records
     assert records["h"][0].shape == (3, 8)
+
+
+def test_export_with_sizes_that_vary(folder: Path) -> None:
+    from fxcapture.captured_program import load
+
+    result = run(
+        "export", *SMALL, *TAP, "--batch", "2", "--length", "8",
+        "--dynamic", "input_ids=0,1", "--out", "model.pt2",
+    )  # fmt: skip
+
+    assert result.exit_code == 0, result.output
+    # No other argument is needed to call it.
+    assert 'load("model.pt2")(input_ids=int64[2,8])' in result.stderr
+    program = load(folder / "model.pt2")
+    records = program(input_ids=torch.zeros(3, 5, dtype=torch.int64)).records
+    assert records["hidden"][2].shape == (3, 5, 32)
 
 
 def test_bench_times_three_variants() -> None:
@@ -173,6 +236,29 @@ def test_version_and_help() -> None:
     assert "estimate" in good("--help")
 
 
+@pytest.mark.parametrize(
+    "command", ["sites", "estimate", "verify", "explain", "export", "bench", "demo"]
+)
+def test_help_fits_a_narrow_terminal(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+    assert "\N{HORIZONTAL ELLIPSIS}" not in good(command, "--help")
+
+
+def test_what_a_model_prints_is_no_result() -> None:
+    result = run("sites", "models_here:loud", "--json")
+
+    assert json.loads(result.stdout)
+    assert "making it" in result.stderr
+
+
+def test_models_are_run_in_evaluation_mode_unless_told() -> None:
+    assert load_model("models_here:dropping").model.training is False
+    assert load_model("models_here:dropping", train=True).model.training is True
+
+
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "fxcapture.cli", "--version"],
@@ -189,7 +275,8 @@ def test_without_the_extra_it_says_what_to_install(
 
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "fxcapture.cli_app")
-    monkeypatch.delitem(sys.modules, "fxcapture.cli_options", raising=False)
+    for module in ("cli_options", "cli_report"):
+        monkeypatch.delitem(sys.modules, f"fxcapture.{module}", raising=False)
 
     with pytest.raises(SystemExit, match=r"pip install 'fxcapture\[cli\]'"):
         cli.main()
@@ -199,45 +286,121 @@ def test_without_the_extra_it_says_what_to_install(
 # Mistakes
 # --------------------------------------------------------------------------------------
 
+ESTIMATE = ["estimate", *SMALL]
+FINE = ["models_here:with_inputs", "--tap", "h=*"]
+LLAMA = ["export", *SMALL, *TAP, "--out", "m.pt2"]
+TWO = ["sites", "models_here:Two"]
+
+#: What users have by mistake.
+FILES = {
+    "sub/deep.py": "def make(): ...",
+    "needs.py": "import nowhere_to_be_found",
+    "syntax.py": "def make(:",
+    "list.json": "[1, 2]",
+    "open.json": '{"h": ',
+    "open.yaml": "h: [a\n",
+    "typo.yaml": "h: {target: model, outptu: 0}",
+    "number.yaml": "h: {target: 3}",
+    "c.json": "{}",
+}
+
+#: Arguments, exit code, and what the message says to do or what is wrong.
 MISTAKES = [
-    (["estimate", "LlamaForCausalM", *TAP], 2, "did you mean: LlamaForCausalLM"),
-    (["estimate", "models_hre:make", *TAP], 2, "no module 'models_hre'"),
-    (["estimate", "models_here:mak", *TAP], 2, "did you mean: make"),
-    (["estimate", "missing.py:make", *TAP], 2, "no file missing.py"),
-    (["estimate", "models_here:number", *TAP], 2, "made a int"),
-    (["estimate", "models_here:make", "--set", "x=1", *TAP], 2, "--set key=value"),
-    (["estimate", "models_here:make", *TAP], 2, "forward needs inputs: input"),
-    (["estimate", "models_here:broken", *TAP], 3, "no weights found"),
-    (["estimate", "AutoModel", *TAP], 2, "every architecture"),
-    (["estimate", *SMALL], 2, "no spec"),
-    (["estimate", *SMALL, "--set", "hiden_size=3", *TAP], 2, "hidden_size"),
-    (["estimate", *SMALL, "--set", "hidden_size", *TAP], 2, "write key=value"),
-    (["estimate", *SMALL, "--config", "none.json", *TAP], 2, "cannot be read"),
-    (["estimate", *SMALL, "--tap", "hidden"], 2, "is no tap"),
-    (["estimate", *SMALL, "--tap", "h=model,selct=1"], 2, "did you mean: select"),
-    (["estimate", *SMALL, "--tap", "h=model.layer.*"], 2, "matches no module"),
-    (["estimate", *SMALL, "--tap", "h=a.b:C"], 2, "cannot be imported"),
-    (["estimate", *SMALL, "--tap", "h=model.layers.*,select=9"], 2, "does not exist"),
-    (["estimate", *SMALL, "--spec", "none.yaml"], 2, "cannot be read"),
-    (["estimate", *SMALL, *TAP, "--input", "ids=integer[2]"], 2, "input_ids=int64"),
-    (
-        ["export", *SMALL, *TAP, "--out", "x", "--package", "--onnx"], 2, "exclude",
-    ),
-]  # fmt: skip
+    # the model
+    (["sites", "LlamaForCausalM"], 2, "did you mean: LlamaForCausalLM"),
+    (["sites", "Zzzzzz"], 2, "A factory of your own is package.module:factory"),
+    (["sites", "models_hre:make"], 2, "did you mean: models_here"),
+    (["sites", "zzz:make"], 2, "name an importable module"),
+    (["sites", "models_here.sub:make"], 2, "no module 'models_here.sub'"),
+    (["sites", "models_here:mak"], 2, "did you mean: make"),
+    (["sites", "models_here:zzz"], 2, "name one of: Around, Two"),
+    (["sites", "models_here:"], 2, "write package.module:factory"),
+    (["sites", "models_here"], 2, "write models_here:factory"),
+    (["sites", "models_here.py"], 2, "write models_here.py:factory"),
+    (["sites", "models_here.make"], 2, "write models_here:make"),
+    (["sites", "no-such.thing"], 2, "write package.module:factory or file.py"),
+    (["sites", "missing.py:make"], 2, "no file missing.py"),
+    (["sites", "sub/deep:make"], 2, "write sub/deep.py:factory"),
+    (["sites", "needs:make"], 2, "install nowhere_to_be_found"),
+    (["sites", "needs.py:make"], 2, "install nowhere_to_be_found"),
+    (["sites", "syntax:make"], 2, "syntax cannot be imported: SyntaxError"),
+    (["sites", "models_here:WIDTH"], 2, "is of type int"),
+    (["sites", "models_here:number"], 2, "made a value of type int"),
+    (["sites", "models_here:too_many"], 2, "made a tuple of 3 values"),
+    (["sites", "models_here:make", "--set", "x=1"], 2, "--set key=value"),
+    (["sites", "models_here:make", "--config", "c.json"], 2, "--config is for"),
+    (["sites", "models_here:broken"], 3, "no weights found"),
+    (["sites", "AutoModel"], 2, "every architecture"),
+    (["sites", *SMALL, "--set", "hiden_size=3"], 2, "hidden_size"),
+    (["sites", *SMALL, "--set", "hidden_size"], 2, "write key=value"),
+    (["sites", *SMALL, "--config", "none.json"], 2, "cannot be read"),
+    (["sites", *SMALL, "--config", "."], 2, "config.json cannot be read"),
+    (["sites", *SMALL, "--config", "list.json"], 2, "holds no configuration"),
+    # inputs
+    (["sites", "models_here:make"], 2, "pass --input input=float32[2,8]"),
+    ([*TWO], 2, "forward needs inputs: left, right"),
+    ([*TWO, "--input", "float32[2]"], 2, "missing a required argument: 'right'"),
+    ([*TWO, "--input", "x=float32[2]"], 2, "takes left, right, scale (optional)"),
+    ([*TWO, *["--input", "float32[2,5]"] * 2], 3, "same reduction dim"),
+    (["sites", *SMALL, "--input", "ids=integer[2]"], 2, "input_ids=int64"),
+    # the spec
+    ([*ESTIMATE], 2, "no spec"),
+    ([*ESTIMATE, "--tap", "hidden"], 2, "is no tap"),
+    ([*ESTIMATE, "--tap", "h=model,selct=1"], 2, "did you mean: select"),
+    ([*ESTIMATE, "--tap", "h=model,zzz=1"], 2, "fields: output, select"),
+    ([*ESTIMATE, "--tap", "h=model,select"], 2, "write select=value"),
+    ([*ESTIMATE, "--tap", "h=model,select=two"], 2, "pass an int, a list of ints"),
+    ([*ESTIMATE, "--tap", "h=model,dtype=float33"], 2, "did you mean: float32"),
+    ([*ESTIMATE, "--tap", "h=model,dtype=zzz"], 2, "write float32"),
+    ([*ESTIMATE, "--tap", "h=model,reduce=frist"], 2, "pass 'last', 'mean'"),
+    ([*ESTIMATE, "--tap", "h=model.layer.*"], 2, "fxcapture sites lists"),
+    ([*ESTIMATE, "--tap", "h=a.b:C"], 2, "cannot be imported"),
+    ([*ESTIMATE, "--tap", "h=model.layers.*,select=9"], 2, "does not exist"),
+    ([*ESTIMATE, "--spec", "none.yaml"], 2, "cannot be read"),
+    ([*ESTIMATE, "--spec", "."], 2, "cannot be read: Is a directory"),
+    ([*ESTIMATE, "--spec", "list.json"], 2, "write a mapping"),
+    ([*ESTIMATE, "--spec", "open.yaml"], 2, "is not YAML in line 2"),
+    ([*ESTIMATE, "--spec", "open.json"], 2, "is not JSON"),
+    ([*ESTIMATE, "--spec", "typo.yaml"], 2, "record 'h': 'outptu' is no field"),
+    ([*ESTIMATE, "--spec", "number.yaml"], 2, "target 3 is of type int"),
+    # options
+    (["verify", *FINE, "--backend", "aot-eager"], 2, "did you mean: aot_eager"),
+    (["explain", *FINE, "--backend", "zzz"], 2, "aot_eager and eager are always"),
+    (["bench", *FINE, "--rounds", "1"], 2, "greater than or equal to 3"),
+    (["estimate", *FINE, "--plot", "no/x.svg"], 2, "there is no directory no"),
+    (["explain", *FINE, "--out", "no/x.svg"], 2, "there is no directory no"),
+    (["explain", *FINE, "--out", "."], 2, "it is a directory"),
+    (["export", *FINE], 2, "Missing option '--out'"),
+    (["export", *FINE, "--out", "no/x.pt2"], 2, "there is no directory no"),
+    (["export", *FINE, "--out", "x.onnx"], 2, ".onnx with --onnx"),
+    (["export", *FINE, "--out", "x.pt2", "--package", "--onnx"], 2, "exclude"),
+    ([*LLAMA, "--dynamic", "ids=0"], 2, "name is one of: input_ids"),
+    ([*LLAMA, "--dynamic", "input_ids=x"], 2, "name=dimension"),
+    ([*LLAMA, "--dynamic", "input_ids=2"], 2, "counted from 0 to 1"),
+    ([*LLAMA, "--dynamic", "input_ids=0"], 2, "with --input or --batch"),
+]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "text"), MISTAKES, ids=lambda v: str(v)[:60]
+    ("arguments", "code", "text"), MISTAKES, ids=[text for _, _, text in MISTAKES]
 )
 def test_a_mistake_is_said_without_a_traceback(
-    arguments: list[str], code: int, text: str
+    arguments: list[str],
+    code: int,
+    text: str,
+    folder: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
+    for name, content in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(content)
     result = run(*arguments)
 
     assert result.exit_code == code
-    assert text in " ".join(result.stderr.split())
-    assert "Traceback" not in result.output
+    assert text in " ".join(result.stderr.replace("\u2502", "").split())
     assert result.stdout == ""
+    # Torch's logs go past the runner, to the process's own stream.
+    assert "Traceback" not in result.output + capfd.readouterr().err
 
 
 def test_debug_shows_the_traceback() -> None:
@@ -263,6 +426,39 @@ def test_a_file_and_an_existing_model_will_do() -> None:
     loaded = load_model("models_here.py:existing", inputs=["float32[5,4]"])
 
     assert loaded.model(*loaded.args).shape == (5, 2)
+
+
+def test_a_file_finds_its_neighbours(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "helper_here.py").write_text(FACTORY)
+    (folder / "sub" / "helped.py").write_text("from helper_here import make")
+
+    assert len(list(load_model("sub/helped.py:make", inputs=["float32[2,4]"]).model))
+
+
+def test_a_checkpoint_directory_is_a_configuration(folder: Path) -> None:
+    from transformers import BertConfig
+
+    BertConfig(
+        hidden_size=8, num_attention_heads=2, num_hidden_layers=3
+    ).save_pretrained(folder / "kept")
+
+    assert (
+        len(load_model("BertModel", config=Path("kept"), meta=True).model.encoder.layer)
+        == 3
+    )
+
+
+def test_no_cache_is_asked_for_where_the_model_would_keep_one(folder: Path) -> None:
+    small = [s for s in SMALL[1:] if s != "--set"]
+    (folder / "cached.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "def make(**values): return LlamaForCausalLM(LlamaConfig(**values))\n"
+    )
+
+    assert set(load_model(SMALL[0], settings=small).kwargs) == {"input_ids"}
+    made = load_model("cached.py:make", settings=small)
+    assert made.kwargs["use_cache"] is False
 
 
 def test_a_factory_gets_its_keywords() -> None:
