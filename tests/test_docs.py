@@ -1,15 +1,18 @@
 """README and docs: every code block runs, every link leads somewhere.
 
 Python blocks of a page run in order in one namespace, console blocks through the
-command line, others are parsed.  Where a block names no backend it would wait for a
-C++ compiler: here the default is ``aot_eager``, which gives the same values.
+command line or in a process of their own; a block with a title is a file, which later
+ones use; of others the syntax is checked.  Where a block names no backend it would wait
+for a C++ compiler: here the default is ``aot_eager``, which gives the same values.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import subprocess
 import sys
 import types
 import warnings
@@ -27,12 +30,8 @@ from fxcapture.integrations import transformers as integration
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
-BLOCK = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
-#: Pages that show what others run: README's first block is the tutorial's, in short.
-SKIPPED_LANGUAGES = {"sh", "text", "bash", ""}
-
-#: Blocks that compile C++ for long; tests/export runs what they show.
-LEFT_OUT = {("docs/export.md", 3)}
+BLOCK = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TITLE = re.compile(r'title="([^"]+)"')
 
 #: What a reader of a page has and its blocks leave out: page, block, code before it.
 GIVEN = {
@@ -120,16 +119,16 @@ class Model(nn.Module):
 model = Model(nn.Embedding(9, 4))
 ids = torch.zeros(2, 5, dtype=torch.long)
 """,
-    ("docs/export.md", 4): """
+    ("docs/export.md", 5): """
 torch.export.save(torch.export.export(model, (ids,)), "theirs.pt2")
 """,
-    ("docs/export.md", 5): """
+    ("docs/export.md", 6): """
 spec = fxc.CaptureSpec({"hidden": fxc.Tap("layers.*")})
 """,
-    ("docs/export.md", 6): """
+    ("docs/export.md", 7): """
 model, x = Model(nn.Identity()), torch.randn(3, 4)
 """,
-    ("docs/export.md", 7): """
+    ("docs/export.md", 8): """
 from transformers import LlamaConfig, LlamaForCausalLM
 
 config = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2,
@@ -152,10 +151,6 @@ inputs = {"input_ids": torch.ones(1, 4, dtype=torch.int64)}
 }
 
 
-def blocks(page: Path) -> list[tuple[str, str]]:
-    return BLOCK.findall(page.read_text())
-
-
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT)) if page.is_relative_to(ROOT) else page.name
 
@@ -163,32 +158,41 @@ def name_of(page: Path) -> str:
 @pytest.fixture
 def quick_backend(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setitem(fxc.compile.__kwdefaults__, "backend", "aot_eager")
+    monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
     # A page that installs the integration leaves it installed.
     integration.uninstall()
+    for file in tmp_path.glob("*.py"):
+        sys.modules.pop(file.stem, None)
 
 
-def run_python(page: Path, namespace: dict[str, Any]) -> int:
+def run_blocks(page: Path, namespace: dict[str, Any]) -> int:
+    """Run a page's blocks, and say how many there were."""
     count = 0
-    for language, code in blocks(page):
-        if language == "python":
+    found = BLOCK.findall(page.read_text())
+    for language, info, code in found:
+        title = TITLE.search(info)
+        if title:
+            Path(title[1]).write_text(code)
+        if language == "python" and not title:
             count += 1
-            if (name_of(page), count) in LEFT_OUT:
-                continue
             exec(GIVEN.get((name_of(page), count), ""), namespace)
             exec(compile(code, f"{page.name}, block {count}", "exec"), namespace)
+        elif language == "python":
+            compile(code, f"{page.name}, {title}", "exec")
         elif language == "console":
             run_console(code)
+        elif language == "sh":
+            check_make(code)
         elif language == "json":
             json.loads(code)
-        elif language == "yaml":
-            yaml.safe_load(code)
         else:
-            assert language in SKIPPED_LANGUAGES, language
-    return count
+            assert language == "yaml", f"a block of {language!r} is not checked"
+            yaml.safe_load(code)
+    return len(found)
 
 
 def new_module(page: Path) -> dict[str, Any]:
@@ -200,22 +204,50 @@ def new_module(page: Path) -> dict[str, Any]:
 
 
 def run_console(code: str) -> None:
+    for line in code.splitlines():
+        dollar, program, *arguments = shlex.split(line)
+        assert (dollar, program in ("fxcapture", "python")) == ("$", True), line
+        if program == "python":
+            run_python(arguments)
+        else:
+            run_fxcapture(arguments)
+
+
+def run_fxcapture(arguments: list[str]) -> None:
     from typer.testing import CliRunner
 
     from fxcapture.cli_app import app
 
+    if arguments[0] in ("verify", "bench") and "--backend" not in arguments:
+        arguments = [*arguments, "--backend", "aot_eager"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, f"{shlex.join(arguments)}\n{result.output}"
+
+
+def run_python(arguments: list[str]) -> None:
+    paths = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def check_make(code: str) -> None:
+    """Shell blocks call ``make``, with targets that exist."""
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for line in code.splitlines():
-        assert line.startswith("$ fxcapture "), line
-        arguments = shlex.split(line.removeprefix("$ fxcapture "))
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 0, f"{line}\n{result.output}"
+        program, target, *_ = shlex.split(line, comments=True)
+        assert program == "make", line
+        assert target in targets, line
 
 
 @pytest.mark.usefixtures("quick_backend")
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_the_code_of_a_page_runs(page: Path) -> None:
     torch._dynamo.reset()
-    run_python(page, new_module(page))
+    run_blocks(page, new_module(page))
 
 
 @pytest.mark.usefixtures("quick_backend")
@@ -230,15 +262,36 @@ def test_the_code_of_the_readme_runs() -> None:
     model = LlamaForCausalLM(config).eval()
     namespace = {"__name__": "readme", "model": model, "input_ids": ids}
 
-    assert run_python(ROOT / "README.md", namespace) > 0
+    assert run_blocks(ROOT / "README.md", namespace) > 0
 
 
-def test_a_block_that_fails_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("quick_backend")
+def test_contributing_names_targets_that_exist() -> None:
+    assert run_blocks(ROOT / "CONTRIBUTING.md", {}) > 0
+
+
+@pytest.mark.usefixtures("quick_backend")
+@pytest.mark.parametrize(
+    "block",
+    [
+        "python\nassert 1 == 2",
+        'python title="x.py"\ndef f(:',
+        "console\n$ fxcapture sites nowhere:at_all",
+        "console\n$ python missing.py",
+        "console\nfxcapture --help",
+        "sh\nmake nothing",
+        "sh\ncurl somewhere",
+        "yaml\na: [",
+        "json\n{",
+        "cpp\nint main();",
+    ],
+)
+def test_a_block_that_fails_is_noticed(block: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# Page\n\n```python\nassert 1 == 2\n```\n")
+    page.write_text(f"# Page\n\n```{block}\n```\n")
 
-    with pytest.raises(AssertionError):
-        run_python(page, {})
+    with pytest.raises((AssertionError, SyntaxError, ValueError, yaml.YAMLError)):
+        run_blocks(page, {})
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=name_of)
