@@ -51,7 +51,7 @@ def _calls(depth: int, ids: torch.Tensor) -> dict[str, Callable[[], Any]]:
 def run(quick: bool) -> Report:
     """Time and peak of live bytes."""
     quiet()
-    depth = 4 if quick else 12
+    depth = 12
     ids = token_ids(1, 1024)
     report = Report(
         "attention",
@@ -62,7 +62,7 @@ def run(quick: bool) -> Report:
     with torch.no_grad():
         calls = _calls(depth, ids)
         times = interleaved(
-            calls, rounds=20 if quick else 60, budget_s=30 if quick else 120
+            calls, rounds=15 if quick else 60, budget_s=30 if quick else 120
         )
         peaks = {name: _live_bytes(call)[0] for name, call in calls.items()}
     base = "fused, no weights"

@@ -29,6 +29,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxcapture import _compat
+from fxcapture.attention_kernel import ATTENTION_WEIGHTS, softmax_weights
 from fxcapture.errors import SpecError, SpecTypeError
 
 __all__ = [
@@ -236,26 +237,40 @@ def attention_weights(call: FusedCall | FlexCall, wanted: Attention) -> torch.Te
     scale = call.scale
     if scale is None:
         scale = 1.0 / math.sqrt(call.query.shape[-1])
-    scores = torch.matmul(query * scale, key.transpose(-2, -1))
-    scores = scores.float() if scores.dtype in _HALVES else scores
-    allowed: torch.Tensor | None = None
     if call.is_causal:
         rows = torch.arange(num_queries, device=query.device).unsqueeze(-1)
         columns = torch.arange(num_keys, device=query.device)
-        allowed = _pick(rows, wanted.queries, -2) >= columns
-    if mask is not None and mask.dtype == torch.bool:
-        allowed = mask if allowed is None else mask & allowed
-    elif mask is not None:
-        scores = scores + mask
-    if allowed is not None:
-        scores = scores.masked_fill(~allowed, -math.inf)
-    weights = torch.softmax(scores, dim=-1)
-    if allowed is not None or mask is not None:
-        # The softmax of a row of infinities is not a number; the kernel reads nothing.
-        weights = weights.masked_fill(
-            (scores == -math.inf).all(dim=-1, keepdim=True), 0.0
-        )
-    return weights.to(query.dtype)
+        causal = _pick(rows, wanted.queries, -2) >= columns
+        # Torch allows one of the two only.
+        mask = causal if mask is None else _both(mask, causal)
+    if _saves_memory(query, key, mask):
+        made: torch.Tensor = ATTENTION_WEIGHTS(query, key, mask, scale)
+        return made
+    scores = torch.matmul(query * scale, key.transpose(-2, -1))
+    scores = scores.float() if scores.dtype in _HALVES else scores
+    return softmax_weights(scores, mask).to(query.dtype)
+
+
+def _both(mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
+    if mask.dtype == torch.bool:
+        return mask & causal
+    return mask.masked_fill(~causal, -math.inf)
+
+
+def _saves_memory(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    """Whether the kernel of this package serves a graph.
+
+    Not in exported programs, which run without this package.
+    """
+    given = (query, key) if mask is None else (query, key, mask)
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and not torch.compiler.is_exporting()
+        and query.device.type == "cpu"
+        and not (torch.is_grad_enabled() and any(t.requires_grad for t in given))
+    )
 
 
 def _flex_weights(call: FlexCall, wanted: Attention) -> torch.Tensor:
@@ -278,10 +293,7 @@ def _flex_weights(call: FlexCall, wanted: Attention) -> torch.Tensor:
     with _compat.indexing_by_tensors():
         scores = _at_each_position(call.score_mod, (0,))(scores, *positions)
         allowed = _at_each_position(call.mask_mod, ())(*positions)
-    scores = scores.masked_fill(~allowed, -math.inf)
-    weights = torch.softmax(scores, dim=-1)
-    none = (scores == -math.inf).all(dim=-1, keepdim=True)
-    return weights.masked_fill(none, 0.0).to(query.dtype)
+    return softmax_weights(scores, allowed).to(query.dtype)
 
 
 def _at_each_position(

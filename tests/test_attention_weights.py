@@ -17,12 +17,14 @@ from torch.nn.attention.flex_attention import (
 )
 
 import fxcapture as fxc
+from fxcapture import attention_kernel
 from fxcapture.attention import (
     Attention,
     FusedCall,
     attention_weights,
     call_with_weights,
 )
+from fxcapture.attention_kernel import ATTENTION_WEIGHTS, softmax_weights
 from fxcapture.attention_tap import AttentionWeights
 from fxcapture.errors import SpecError, SpecTypeError, UnsupportedOutputError
 from tests.modes import MODES, compile_in
@@ -172,7 +174,7 @@ def test_the_kernel_stays_and_nothing_is_computed_for_layers_not_selected() -> N
     count = {
         name: [
             sum(n.target is f for n in graph.nodes)
-            for f in (F.scaled_dot_product_attention, torch.softmax)
+            for f in (F.scaled_dot_product_attention, ATTENTION_WEIGHTS)
         ]
         for name, graph in graphs.items()
     }
@@ -270,6 +272,40 @@ def test_weights_are_what_the_kernel_reads(what: str, wanted: Attention) -> None
 
     got = attention_weights(call, wanted)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+MASKS: dict[str, Any] = {
+    "none": None,
+    "boolean": BOOLEAN,
+    "boolean of two dimensions": BOOLEAN[1, 0],
+    "additive for each head": torch.randn(4, 5, 6),
+    "additive with a row of minus infinity": torch.zeros(2, 1, 5, 6).masked_fill(
+        ~BOOLEAN, float("-inf")
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("block_bytes", [1, 100, 2**20])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_kernel_for_little_memory_gives_the_same(
+    mask: str, block_bytes: int, dtype: torch.dtype, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(attention_kernel, "_BLOCK_BYTES", block_bytes)
+    query, key = torch.randn(2, 4, 5, 8).to(dtype), torch.randn(2, 1, 6, 8).to(dtype)
+    given = MASKS[mask]
+    got = ATTENTION_WEIGHTS(query, key, given, 0.3)
+    scores = query.double() @ key.double().transpose(2, 3) * 0.3
+    want = softmax_weights(scores, given).to(dtype)
+
+    assert got.dtype == dtype
+    exact = {"rtol": 1e-5, "atol": 1e-6} if dtype != torch.bfloat16 else {}
+    torch.testing.assert_close(got, want, **exact)
+
+
+def test_the_kernel_keeps_the_rules_of_operators() -> None:
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 6, 8)
+    torch.library.opcheck(ATTENTION_WEIGHTS, (query, key, BOOLEAN, 0.3))
 
 
 def test_half_precision_is_summed_in_float32_and_returned_in_half() -> None:

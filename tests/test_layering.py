@@ -15,6 +15,7 @@ PACKAGE = Path(fxcapture.__file__).parent
 #: Layers of the core, lowest first; a module imports from its own layer or below.
 LAYERS = (
     ("errors", "_compat"),
+    ("attention_kernel",),
     ("structure", "attention", "reductions"),
     ("selector",),
     ("spec",),
