@@ -30,7 +30,6 @@ bench: setup
 	$(BIN)/python -m benchmarks
 
 docs: setup
-	$(BIN)/python -m pip install -q -e ".[docs]"
 	$(BIN)/python -m mkdocs build --strict
 
 setup: $(VENV)/installed

@@ -8,6 +8,7 @@ for a C++ compiler: here the default is ``aot_eager``, which gives the same valu
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -300,6 +301,47 @@ def test_relative_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not target.startswith(("http:", "https:", "mailto:")):
             assert (page.parent / target).exists(), f"{target} in {name_of(page)}"
+
+
+def test_the_pages_build_without_a_warning(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=ROOT, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    text = (site / "api" / "index.html").read_text()
+    shown = re.sub(r"<(pre|code)\b.*?</\1>", "", text, flags=re.DOTALL)
+    assert not re.findall(r":\w+:<|::\s*<|=====", shown)
+
+
+def test_every_public_name_stands_in_the_api_page() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    entries = re.findall(r"^::: (\S+)", text, re.MULTILINE)
+    shown = {entry.rpartition(".")[2] for entry in entries}
+    for module in ("modeling", "errors"):
+        shown |= set(importlib.import_module(f"fxcapture.{module}").__all__)
+
+    assert set(fxc.__all__) <= shown
+
+
+def test_docstrings_become_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    to_markdown = importlib.import_module("griffe_markdown").to_markdown
+
+    assert to_markdown("See :class:`~a.Tap` and :func:`f`.") == "See `a.Tap` and `f`."
+    assert to_markdown("One.\n\nExample::\n\n    f(1)\n\n    g()\n\nTwo.") == (
+        "One.\n\n**Example**\n\n```python\nf(1)\n\ng()\n```\n\nTwo."
+    )
+    table = "====  =====\na     b\n====  =====\nc     d\n      e\n====  ====="
+    assert to_markdown(table) == "| a | b |\n| --- | --- |\n| c | d e |"
+    assert to_markdown("Terms\n    x: one,\n        two.\n    y: three.\n") == (
+        "**Terms**\n\n- x: one,\n    two.\n- y: three."
+    )
+    assert to_markdown("Invariants\n    Never.") == "**Invariants.** Never."
 
 
 def test_every_public_error_has_a_page_and_stands_in_the_index() -> None:
