@@ -7,13 +7,18 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: demo test check nightly test-transformers bench docs setup clean
+.PHONY: demo test coverage check nightly test-transformers bench docs setup clean
 
 demo: setup
 	$(BIN)/python -m fxcapture.demo
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not nightly" -n $(WORKERS) --dist worksteal
+
+# The tests, and an error below 95 % of branches; see [tool.coverage] in pyproject.toml.
+coverage: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not nightly" -n $(WORKERS) \
+		--dist worksteal --cov --cov-branch --cov-fail-under=95
 
 check: setup
 	BIN=$(BIN) scripts/check
