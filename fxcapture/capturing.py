@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -129,15 +129,16 @@ def decorated(
                 asked = _requested(name, method, config, args, kwargs)
                 if asked is not False:
                     wanted[name] = asked
+        call = _Call(function, self, args, kwargs)
         if tracing:
-            outputs, records = _call_traced(function, self, args, kwargs, wanted)
+            outputs, records = _call_traced(call, wanted)
         else:
             if own is None and _inside.get():
                 return_dict = None
             if not wanted and not (captures and dispatch.is_collecting()):
-                outputs, records = _call_plain(function, self, args, kwargs), None
+                outputs, records = _call_plain(call), None
             else:
-                outputs, records = _call_eager(function, self, args, kwargs, wanted)
+                outputs, records = _call_eager(call, wanted)
         if records:
             outputs = _inject(self, config, method, outputs, records)
         return to_tuple(outputs) if return_dict is False else outputs
@@ -175,13 +176,18 @@ def _requested(
 # ------------------------------------------------------------------- one call
 
 
+class _Call(NamedTuple):
+    """A decorated function with the arguments of one call; Dynamo traces it away."""
+
+    function: Callable[..., Any]
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @untraced
-def _call_plain(
-    function: Callable[..., Any],
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
+def _call_plain(call: _Call) -> Any:
+    function, model, args, kwargs = call
     outer = _inside.set(True)
     try:
         return function(model, *args, **kwargs)
@@ -191,12 +197,9 @@ def _call_plain(
 
 @untraced
 def _call_eager(
-    function: Callable[..., Any],
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    wanted: dict[str, Request],
+    call: _Call, wanted: dict[str, Request]
 ) -> tuple[Any, dict[str, list[Any]]]:
+    function, model, args, kwargs = call
     collector = None
     outer = _inside.set(True)
     try:
@@ -225,18 +228,15 @@ def _begin_collecting(
 
 @untraced
 def _call_traced(
-    function: Callable[..., Any],
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    wanted: dict[str, Request],
+    call: _Call, wanted: dict[str, Request]
 ) -> tuple[Any, dict[str, list[Any]]]:
     """The same under Dynamo, in its plainest Python."""
     if not torch.compiler.is_dynamo_compiling():
         # Dynamo met a graph break in here, gave up on this call, and runs it as it is.
         if not wanted and not dispatch.is_collecting():
-            return _call_plain(function, model, args, kwargs), {}
-        return _call_eager(function, model, args, kwargs, wanted)
+            return _call_plain(call), {}
+        return _call_eager(call, wanted)
+    function, model, args, kwargs = call
     names = tuple(wanted)
     asked = tuple([wanted[n] for n in names])
     stores, seats = trace_constants(model, names, asked, patching.generation)

@@ -29,6 +29,8 @@ LAYERS = (
     ("frontends",),
     ("drawing", "drawing_svg", "drawing_text", "fake_run", "liveness", "memory"),
     ("program",),
+    ("reference",),
+    ("verification",),
     ("testing",),
 )
 RANK = {name: i for i, names in enumerate(LAYERS) for name in names}
