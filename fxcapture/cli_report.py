@@ -15,6 +15,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import sys
@@ -39,6 +40,7 @@ from fxcapture.errors import (
 
 __all__ = [
     "console",
+    "needed",
     "print_json",
     "print_note",
     "print_table",
@@ -111,6 +113,20 @@ def writable(path: Path | None) -> None:
             f"{path} cannot be written: there is no directory {path.parent}",
             "make it first, or name another file",
         )
+
+
+def needed(module: str, install: str) -> None:
+    """Find out before the work whether something optional is installed.
+
+    Raises:
+        UsageError: it is not.
+    """
+    try:
+        found = importlib.util.find_spec(module)
+    except ValueError:  # it stands in ``sys.modules`` as absent
+        found = None
+    if found is None:
+        raise UsageError(f"this needs {module}, which is not installed", install)
 
 
 def print_json(value: Any) -> None:

