@@ -22,8 +22,7 @@ def main() -> None:
             f"the command line needs {error.name}, which is not installed\n"
             "  what to do: pip install 'fxcapture[cli]'"
         )
-    app()
-    sys.exit(0)  # app() ends the process itself, with the command's exit code
+    app()  # ends the process, with the command's exit code
 
 
 if __name__ == "__main__":

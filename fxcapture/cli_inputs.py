@@ -202,7 +202,9 @@ def dynamic_sizes(texts: Sequence[str], loaded: Loaded) -> Any:
         if value is None or not re.fullmatch(r"\d+(,\d+)*", dims.strip()):
             raise UsageError(
                 f"--dynamic {text!r} names no sizes of an input",
-                f"write name=dimension,..., where name is one of: {', '.join(named)}",
+                f"write name=dimension,..., where name is one of: {', '.join(named)}"
+                if named
+                else "only inputs that are tensors under a name of their own can vary",
             )
         wanted = [int(d) for d in dims.split(",")]
         if max(wanted) >= value.dim():

@@ -121,11 +121,7 @@ def needed(module: str, install: str) -> None:
     Raises:
         UsageError: it is not.
     """
-    try:
-        found = importlib.util.find_spec(module)
-    except ValueError:  # it stands in ``sys.modules`` as absent
-        found = None
-    if found is None:
+    if importlib.util.find_spec(module) is None:
         raise UsageError(f"this needs {module}, which is not installed", install)
 
 

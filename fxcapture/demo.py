@@ -23,6 +23,8 @@ from torch import nn
 import fxcapture as fxc
 from fxcapture.sites import format_table
 
+#: What compiles the models.
+BACKEND = "inductor"
 SENTENCES = [
     "A tap stands at the call of a module.",
     "What it reads leaves the graph as one more output.",
@@ -77,8 +79,8 @@ def show(title: str, model: nn.Module, target: str, inputs: Mapping[str, Any]) -
     """Capture two hidden states of one model and print what came of it."""
     tap = fxc.Tap(target, output=0, select=[0, -2], initial=True)
     spec = fxc.CaptureSpec({"hidden_states": tap})
-    captured = fxc.compile(model, spec, backend="inductor", fullgraph=True)
-    plain = torch.compile(model, backend="inductor", fullgraph=True)
+    captured = fxc.compile(model, spec, backend=BACKEND, fullgraph=True)
+    plain = torch.compile(model, backend=BACKEND, fullgraph=True)
 
     start = time.perf_counter()
     _, records = captured(**inputs)
@@ -122,7 +124,7 @@ def main() -> None:
     with torch.inference_mode():
         # The first compilation of a process starts Inductor itself; neither of the two
         # compared below should pay for that.
-        torch.compile(torch.nn.Linear(8, 8))(torch.ones(8, 8))
+        torch.compile(torch.nn.Linear(8, 8), backend=BACKEND)(torch.ones(8, 8))
         encoder, tokenizer = load_encoder()
         batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
         show(

