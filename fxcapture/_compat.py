@@ -17,6 +17,7 @@ __all__ = [
     "constant",
     "copy_node_source",
     "fake_mode_of",
+    "graph_module_like",
     "has_forward_hooks",
     "in_transform",
     "indexing_by_tensors",
@@ -216,6 +217,19 @@ def no_tracing() -> contextlib.AbstractContextManager[Any]:
     """While it is held, no other thread traces anything; this one may."""
     module = sys.modules.get("torch._dynamo.convert_frame")
     return contextlib.nullcontext() if module is None else module.compile_lock
+
+
+def graph_module_like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
+    """A graph module for another graph, which makes its code when ``gm`` does.
+
+    A public ``GraphModule`` generates its code when it is made and after each edit,
+    which takes longer than the edit; those that Dynamo makes, when somebody first needs
+    it.  (torch 2.13.0 and 2.14.1)
+    """
+    from torch.fx._lazy_graph_module import _LazyGraphModule
+
+    cls = _LazyGraphModule if isinstance(gm, _LazyGraphModule) else fx.GraphModule
+    return cls(gm, graph, class_name=type(gm).__name__)
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:

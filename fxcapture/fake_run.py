@@ -135,7 +135,7 @@ def trace(
         try:
             output = model(*call_args, **call_kwargs)
         finally:
-            leave(model, saved)
+            leave(saved)
         return list(_tensors(output))
 
     try:

@@ -42,6 +42,8 @@ class Event:
         sizes: Integer leaves of its result.
         entry_sizes: Integer leaves of its arguments.
         claims: Number of records that may still select it.
+        own: The module's own tensors that may stand for the copies, each with its
+            version; they are not kept alive.
     """
 
     site: Site
@@ -49,6 +51,19 @@ class Event:
     sizes: tuple[int, ...]
     entry_sizes: tuple[int, ...]
     claims: int = 0
+    own: Mapping[Leaf, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+
+    def value(self, leaf: Leaf) -> torch.Tensor:
+        """A tensor of it: the module's own, if nothing has written to it.
+
+        Gradients with respect to a record can then be taken, as with a forward hook.
+        """
+        if leaf in self.own:
+            reference, version = self.own[leaf]
+            tensor: torch.Tensor | None = reference()
+            if tensor is not None and tensor._version == version:
+                return tensor
+        return self.tensors[leaf]
 
     def release(self) -> None:
         """Give up one claim, and the values with the last."""

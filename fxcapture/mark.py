@@ -170,24 +170,14 @@ class Observation(NamedTuple):
     hooked: bool
 
 
-Emit = Callable[[Observation], None]
-#: What ``enter`` changed: (target, whether the key was there, what was there).
-Saved = list[tuple[Target, bool, Any]]
+#: Receives the fields of an :class:`Observation`, in their order.  Not an object, which
+#: Dynamo would trace the making of, and the taking apart.
+Emit = Callable[..., None]
+#: What ``enter`` changed: (dictionary, key, whether it was there, what was there).
+Saved = list[tuple[dict[str, Any], str, bool, Any]]
 
-
-def emit_mark(seen: Observation) -> None:
-    """Put a mark into the graph that is being traced."""
-    torch.ops.fxcapture.mark(
-        seen.token,
-        seen.result,
-        seen.derived,
-        seen.sizes,
-        seen.entry_sizes,
-        seen.structure,
-        seen.entries,
-        seen.path,
-        seen.hooked,
-    )
+#: Puts a mark into the graph that is being traced.
+emit_mark: Emit = torch.ops.fxcapture.mark
 
 
 def enter(
@@ -197,9 +187,10 @@ def enter(
     saved: Saved = []
     for target in targets:
         module = find(model, target)
+        key = target.key
         slot = module.__dict__
-        saved.append((target, target.key in slot, slot.get(target.key)))
-        slot[target.key] = observe(getattr(module, target.key), target, emit, reducers)
+        saved.append((slot, key, key in slot, slot.get(key)))
+        slot[key] = observe(getattr(module, key), target, emit, reducers)
     return saved
 
 
@@ -215,7 +206,7 @@ def find(model: nn.Module, target: Target) -> nn.Module:
     return module
 
 
-def leave(model: nn.Module, saved: Saved) -> None:
+def leave(saved: Saved) -> None:
     """Undo ``enter``; in reverse, since one module may stand in the list twice.
 
     Dynamo loses the undoing where it has traced the body of a conditional or a loop in
@@ -223,12 +214,11 @@ def leave(model: nn.Module, saved: Saved) -> None:
     written here is not the one it replays (torch 2.13 and 2.14).  Whoever traces a
     scope has to look for such operators, see ``passes.forgets_overrides``.
     """
-    for target, present, value in reversed(saved):
-        slot = find(model, target).__dict__
+    for slot, key, present, value in reversed(saved):
         if present:
-            slot[target.key] = value
+            slot[key] = value
         else:
-            del slot[target.key]
+            del slot[key]
 
 
 def observe(
@@ -312,53 +302,54 @@ def _observed(
     emit: Emit,
     reducers: Reducers,
 ) -> Any:
+    path, _, key, wanted_entries, _, _, requests, attention = target
     derived: list[torch.Tensor] = []
     reduced: list[torch.Tensor] = []
     entry_sizes: list[int] = []
     entries = "t()"
-    if target.entries:
+    if wanted_entries:
+        bound = tuple([_argument(target, e, args, kwargs) for e in wanted_entries])
         seen: list[torch.Tensor] = []
-        bound = tuple([_argument(target, e, args, kwargs) for e in target.entries])
-        entries = encode(bound, seen, entry_sizes)
+        # What most calls take and return is not worth tracing ``encode`` for.
+        if len(bound) == 1 and isinstance(bound[0], torch.Tensor):
+            seen.append(bound[0])
+            entries = "t(T)"
+        else:
+            entries = encode(bound, seen, entry_sizes)
         # Copied now: the module may write to its input before it returns.
         derived = [t.clone() for t in seen]
-        for request in target.requests:
-            if 0 <= request.entry < len(target.entries):
+        for request in requests:
+            if 0 <= request.entry < len(wanted_entries):
                 for i in entry_leaves(entries, request.entry):
                     reduced.append(reducers[request.record](derived[i]))
-    if target.attention:
+    if attention:
         calls: list[FusedCall | FlexCall] = []
         with WatchFused(calls):
             value = original(*args, **kwargs)
-        entries = with_attention(entries, len(target.attention), len(calls))
-        for wanted in target.attention:
+        entries = with_attention(entries, len(attention), len(calls))
+        for wanted in attention:
             derived = derived + [attention_weights(call, wanted) for call in calls]
-        for request in target.requests:
-            if request.entry >= len(target.entries):
+        for request in requests:
+            if request.entry >= len(wanted_entries):
                 for i in entry_leaves(entries, request.entry):
                     reduced.append(reducers[request.record](derived[i]))
     else:
         value = original(*args, **kwargs)
     result: list[torch.Tensor] = []
     sizes: list[int] = []
-    structure = encode(value, result, sizes)
-    for request in target.requests:
+    if isinstance(value, torch.Tensor):
+        result.append(value)
+        structure = "T"
+    else:
+        structure = encode(value, result, sizes)
+    for request in requests:
         if request.result:
             for i in element_leaves(structure, request.output):
                 reduced.append(reducers[request.record](result[i]))
-    emit(
-        Observation(
-            token,
-            result,
-            derived + reduced,
-            sizes,
-            entry_sizes,
-            structure,
-            entries,
-            target.path,
-            target.key == "_call_impl",
-        )
-    )
+    if reduced:
+        derived = derived + reduced
+    hooked = key == "_call_impl"
+    emit(token, result, derived, sizes, entry_sizes, structure, entries, path, hooked)
     return value
 
 

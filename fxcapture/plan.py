@@ -76,6 +76,12 @@ class Leaf:
     dtype: torch.dtype | None = None
     device: torch.device | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is what the caller received, as it is."""
+        treated = self.detach or self.dtype is not None or self.device is not None
+        return self.kind == "result" and not treated
+
     def snapshot(self, value: torch.Tensor) -> torch.Tensor:
         """``value`` after detach, dtype and device, as a tensor of its own."""
         if self.detach:

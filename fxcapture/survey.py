@@ -163,7 +163,8 @@ def sites(
     bound = match(everything, shadow)
     found: list[Site] = []
 
-    def note(seen: Observation) -> None:
+    def note(*fields: Any) -> None:
+        seen = Observation(*fields)
         found.append(
             Site(
                 path=seen.path,
@@ -191,7 +192,7 @@ def sites(
             "lists what a real call found",
         ) from error
     finally:
-        leave(shadow, saved)
+        leave(saved)
     return Survey(SiteTable(pair_hooked(found)[0]))
 
 

@@ -367,7 +367,7 @@ class FlexAttends(nn.Module):
 class FlexStack(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([FlexAttends() for _ in range(3)])
+        self.layers = nn.ModuleList([FlexAttends() for _ in range(2)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -375,7 +375,7 @@ class FlexStack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("settings", [{"fullgraph": True}, {"regions": "layers.*"}, {}])
+@pytest.mark.parametrize("settings", [{"fullgraph": True}, {"regions": "layers.*"}])
 def test_weights_beside_flex_attention(settings: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = FlexStack().eval()

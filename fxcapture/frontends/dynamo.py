@@ -19,6 +19,7 @@ import itertools
 import logging
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -53,6 +54,7 @@ from fxcapture.reductions import bind_inputs
 from fxcapture.selector import Selector
 from fxcapture.sites import Site, SiteTable
 from fxcapture.spec import CaptureSpec
+from fxcapture.structure import encode
 
 __all__ = ["DynamoProgram"]
 
@@ -182,7 +184,7 @@ class DynamoProgram:
             try:
                 output = model(*args, **kwargs)
             finally:
-                leave(model, saved)
+                leave(saved)
             return output if keep_output else None
 
         return _own_code(captured)
@@ -308,7 +310,8 @@ class DynamoProgram:
             raise
         finally:
             active_frame.reset(token)
-        return (output if self.keep_output else None), self._records_of(frame)
+        outside = (args, kwargs, output)
+        return output if self.keep_output else None, self._records_of(frame, outside)
 
     # -- broken runs -------------------------------------------------------------------
 
@@ -367,11 +370,11 @@ class DynamoProgram:
         final = site.hooked or not self.bound.is_hooked(site.path)
         frame.add(event, self.bound.records_of(site.path), final=final)
 
-    def _emit(self, seen: Observation) -> None:
+    def _emit(self, *fields: Any) -> None:
         if _compat.is_traced():
-            emit_mark(seen)
+            emit_mark(*fields)
         else:
-            self._observe_eagerly(seen)
+            self._observe_eagerly(Observation(*fields))
 
     def _observe_eagerly(self, seen: Observation) -> None:
         frame = active_frame.get()
@@ -381,13 +384,17 @@ class DynamoProgram:
         path = self.path_of_token(seen.token)
         sizes = tuple(map(int, seen.sizes)), tuple(map(int, seen.entry_sizes))
         site, leaves = self._site_of(path, seen, *sizes)
-        tensors = {}
+        tensors, own = {}, {}
         # A call that forward hooks are still to see counts when they have.
         if frame.wants(self.bound.records_of(path)) or self.bound.is_hooked(path):
             for leaf in leaves:
                 group = seen.result if leaf.kind == "result" else seen.derived
-                tensors[leaf] = leaf.snapshot(group[leaf.index])
-        self.take(frame, Event(site, tensors, *sizes))
+                value = group[leaf.index]
+                tensors[leaf] = leaf.snapshot(value)
+                # Autograd recorded it, and it shares no memory with a parameter.
+                if leaf.is_plain and value.grad_fn is not None and not value._is_view():
+                    own[leaf] = weakref.ref(value), value._version
+        self.take(frame, Event(site, tensors, *sizes, own=own))
 
     def _site_of(
         self,
@@ -432,7 +439,21 @@ class DynamoProgram:
             _remember(self._event_plans, key, found)
         return found
 
-    def _records_of(self, frame: Frame) -> Records:
+    def _records_of(self, frame: Frame, outside: Any = ()) -> Records:
+        """The records of a finished run.
+
+        Args:
+            frame: The run.
+            outside: What the caller holds, and may write to.
+        """
+        if any(event.own for event in frame.events):
+            tensors: list[torch.Tensor] = []
+            encode(outside, tensors, [])
+            held = {id(tensor) for tensor in tensors}
+            for event in frame.events:
+                event.own = {
+                    k: o for k, o in event.own.items() if id(o[0]()) not in held
+                }
         plan, table, marks = self._plan_of_events(frame)
         self.last_sites = table
         values = {
@@ -492,7 +513,7 @@ def _from_events(
     leaves = dict(slot.leaves)
     event = events[inner if slot.entry else outer]
     sizes = event.entry_sizes if slot.entry else event.sizes
-    return slot.structure.build(lambda i: event.tensors[leaves[i]], sizes.__getitem__)
+    return slot.structure.build(lambda i: event.value(leaves[i]), sizes.__getitem__)
 
 
 def _not_traceable(model: nn.Module, reason: str) -> TraceError:

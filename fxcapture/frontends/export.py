@@ -68,7 +68,7 @@ def overridden(
                 own.__signature__ = signature  # type: ignore[attr-defined]
             yield
         finally:
-            leave(model, saved)
+            leave(saved)
             # A model that stores a value in an attribute would keep a tensor without
             # data, since export ran it on such tensors.
             for live, kept in before:

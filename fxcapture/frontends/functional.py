@@ -179,20 +179,19 @@ def collector(
     ) -> tuple[Any, Records]:
         seen: list[Observation] = []
 
-        def keep(observation: Observation) -> None:
+        def keep(
+            token: Any, result: list[Any], derived: list[Any], *fields: Any
+        ) -> None:
             # The model may write to what it returned, and a reduction may be a view.
-            seen.append(
-                observation._replace(
-                    result=[t.clone() for t in observation.result],
-                    derived=[t.clone() for t in observation.derived],
-                )
-            )
+            result = [t.clone() for t in result]
+            derived = [t.clone() for t in derived]
+            seen.append(Observation(token, result, derived, *fields))
 
         saved = enter(model, targets(), keep, reducers)
         try:
             output = call()
         finally:
-            leave(model, saved)
+            leave(saved)
         values: dict[str, tuple[Any, ...]] = {}
         paths: dict[str, tuple[str, ...]] = {}
         for name, found, slots in layout(tuple([_shape(o) for o in seen]), selection):

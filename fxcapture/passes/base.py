@@ -112,7 +112,7 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     """
     # Graph.__deepcopy__ copies the metadata dictionaries one level deep; a deep copy of
     # the module itself would copy fake tensors, which takes seconds.
-    made = fx.GraphModule(gm, copy.deepcopy(gm.graph), class_name=type(gm).__name__)
+    made = _compat.graph_module_like(gm, copy.deepcopy(gm.graph))
     for name, value in gm.__dict__.items():
         if name not in made.__dict__:
             made.__dict__[name] = value

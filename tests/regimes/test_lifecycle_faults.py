@@ -228,6 +228,46 @@ def test_a_symbolic_trace_keeps_inlined_modules_apart():
     torch.testing.assert_close(records["leaf"][0], model[0][0](x))
 
 
+def test_gradients_by_a_record_of_the_same_call():
+    """ "Not used in the graph" (pytorch#91468, pytorch#146212).
+
+    A compiled graph is one node to autograd, of which records are leaves: what stands
+    between compiled regions can be differentiated by.
+    """
+    model, x = Stack(), torch.randn(2, 8)
+    captured = fxc.compile(model, SPEC, backend=BACKEND, regions="layers.*")
+    for _ in range(2):
+        output, records = captured(x)
+        records["l"][0].retain_grad()
+        (got,) = torch.autograd.grad(output.sum(), records["l"][1], retain_graph=True)
+        output.sum().backward()
+        states = model.hidden_states(x)
+        loss = model.head(states[2]).sum()
+        want, first = torch.autograd.grad(loss, [states[1], states[0]])
+
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(records["l"][0].grad, first)
+
+
+def test_what_the_caller_may_write_to_is_recorded_by_value():
+    """Where a record could be the module's own tensor, as above."""
+
+    class Passing(nn.Module):
+        def forward(self, x):
+            return x
+
+    model = nn.Sequential(Passing(), nn.Linear(8, 8), nn.Linear(8, 8))
+    captured = fxc.compile(model, {"l": "*"}, backend=BACKEND, regions="*")
+    x = torch.randn(2, 8, requires_grad=True) * 1.0
+    output, records = captured(x)
+    want = [v.clone() for v in records["l"]]
+    with torch.no_grad():
+        output.zero_()
+        x.zero_()
+
+    torch.testing.assert_close(list(records["l"]), want)
+
+
 def test_a_loss_of_a_record_reaches_earlier_parameters():
     """Distillation (pytorch#173452)."""
     model, x = Stack(), torch.randn(2, 8)
