@@ -336,7 +336,7 @@ def trace_plan(found: Sequence[Found], model: nn.Module) -> tuple[Seat, ...]:
     return tuple(seats)
 
 
-def enter_traced(
+def enter_traced(  # traced, never executed
     model: nn.Module, seats: Sequence[Seat], collector: Collector
 ) -> _Saved:
     """Put an override on each seat; traced by Dynamo, in its plainest Python."""
@@ -358,7 +358,7 @@ def enter_traced(
     return saved
 
 
-def leave_traced(saved: _Saved) -> None:
+def leave_traced(saved: _Saved) -> None:  # traced, never executed
     """Undo ``enter_traced``."""
     for slot, key, present, value in reversed(saved):
         if present:
@@ -367,7 +367,9 @@ def leave_traced(saved: _Saved) -> None:
             del slot[key]
 
 
-def _nested(collector: Collector, original: Callable[..., Any]) -> Callable[..., Any]:
+def _nested(  # traced, never executed
+    collector: Collector, original: Callable[..., Any]
+) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("return_dict") is None:
             kwargs["return_dict"] = True
@@ -380,7 +382,7 @@ def _nested(collector: Collector, original: Callable[..., Any]) -> Callable[...,
     return forward
 
 
-def _recording(
+def _recording(  # traced, never executed
     collector: Collector,
     tasks: Sequence[tuple[str, int, bool]],
     first: str,
@@ -405,7 +407,7 @@ def _recording(
     return forward
 
 
-def _rerecording(
+def _rerecording(  # traced, never executed
     collector: Collector,
     tasks: Sequence[tuple[str, int, bool]],
     original: Callable[..., Any],
