@@ -96,6 +96,11 @@ class _Window:
             self._all = any(b is not None and b < 0 for b in bounds)
         self._tail: collections.deque[Event] = collections.deque()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was no hit yet."""
+        return self._count == 0
+
     def _stays(self) -> bool:
         """Whether the next hit is selected whatever comes after it."""
         if self._all or (self._initial and self._count == 0):
@@ -203,6 +208,16 @@ class Frame:
     def wants(self, records: Iterable[str]) -> bool:
         """Whether the next hit of any of these records may be selected."""
         return any(self._windows[name].may_select() for name in records)
+
+    def wants_entry(self, records: Iterable[str]) -> bool:
+        """Whether what the next hit of these records received may be selected."""
+        for name in records:
+            tap, window = self._spec[name], self._windows[name]
+            if tap.point == "input" and window.may_select():
+                return True
+            if tap.initial and window.is_empty:
+                return True
+        return False
 
     def add(self, event: Event, records: Iterable[str], *, final: bool) -> None:
         """Append an event, and let go of values that can no longer be selected.

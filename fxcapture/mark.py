@@ -173,6 +173,9 @@ class Observation(NamedTuple):
 #: Receives the fields of an :class:`Observation`, in their order.  Not an object, which
 #: Dynamo would trace the making of, and the taking apart.
 Emit = Callable[..., None]
+#: Says of a call outside of every graph, by its module's token: whether what it got
+#: has to be copied; whether its reductions and attention weights are looked at.
+Asks = Callable[[torch.Tensor], tuple[bool, bool]]
 #: What ``enter`` changed: (dictionary, key, whether it was there, what was there).
 Saved = list[tuple[dict[str, Any], str, bool, Any]]
 
@@ -227,7 +230,7 @@ def observe(
     """``original``, which then hands an :class:`Observation` to ``emit``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _observed(original, args, kwargs, target, None, emit, reducers)
+        return _observed(original, args, kwargs, target, None, emit, reducers, None)
 
     return forward
 
@@ -263,7 +266,12 @@ _OVERRIDE_CODE = observe(
 
 
 def observe_any(
-    original: str, token: str, target: Target, emit: Emit, reducers: Reducers
+    original: str,
+    token: str,
+    target: Target,
+    emit: Emit,
+    reducers: Reducers,
+    asks: Asks,
 ) -> Callable[..., Any]:
     """The same as a method that serves every module of one group.
 
@@ -277,6 +285,7 @@ def observe_any(
         target: Its path names the group.
         emit: Receives the observations.
         reducers: Record name to its reduction.
+        asks: Asked outside of graphs what is wanted of the call.
     """
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -288,6 +297,7 @@ def observe_any(
             getattr(self, token),
             emit,
             reducers,
+            asks,
         )
 
     return forward
@@ -301,7 +311,11 @@ def _observed(
     token: torch.Tensor | None,
     emit: Emit,
     reducers: Reducers,
+    asks: Asks | None,
 ) -> Any:
+    copies, looks = True, True
+    if asks is not None and token is not None and not _compat.is_traced():
+        copies, looks = asks(token)
     path, _, key, wanted_entries, _, _, requests, attention = target
     derived: list[torch.Tensor] = []
     reduced: list[torch.Tensor] = []
@@ -317,22 +331,29 @@ def _observed(
         else:
             entries = encode(bound, seen, entry_sizes)
         # Copied now: the module may write to its input before it returns.
-        derived = [t.clone() for t in seen]
+        derived = [t.clone() for t in seen] if copies else seen
         for request in requests:
             if 0 <= request.entry < len(wanted_entries):
                 for i in entry_leaves(entries, request.entry):
-                    reduced.append(reducers[request.record](derived[i]))
+                    entry = derived[i]
+                    reduced.append(reducers[request.record](entry) if looks else entry)
     if attention:
         calls: list[FusedCall | FlexCall] = []
         with WatchFused(calls):
             value = original(*args, **kwargs)
         entries = with_attention(entries, len(attention), len(calls))
         for wanted in attention:
-            derived = derived + [attention_weights(call, wanted) for call in calls]
+            derived = derived + [
+                attention_weights(call, wanted) if looks else call.query
+                for call in calls
+            ]
         for request in requests:
             if request.entry >= len(wanted_entries):
                 for i in entry_leaves(entries, request.entry):
-                    reduced.append(reducers[request.record](derived[i]))
+                    weights = derived[i]
+                    reduced.append(
+                        reducers[request.record](weights) if looks else weights
+                    )
     else:
         value = original(*args, **kwargs)
     result: list[torch.Tensor] = []
@@ -345,7 +366,8 @@ def _observed(
     for request in requests:
         if request.result:
             for i in element_leaves(structure, request.output):
-                reduced.append(reducers[request.record](result[i]))
+                whole = result[i]
+                reduced.append(reducers[request.record](whole) if looks else whole)
     if reduced:
         derived = derived + reduced
     hooked = key == "_call_impl"

@@ -124,6 +124,7 @@ class DynamoProgram:
             model,
             spec,
             self._emit,
+            self._asked,
             defer_reductions(self.reducers, _current_inputs),
             regions,
             self._run_region,
@@ -351,6 +352,8 @@ class DynamoProgram:
         That happens in backward, when the overrides are gone; what it gives then is a
         repetition and counts for nothing.
         """
+        if not torch.is_grad_enabled():
+            return
         equal = frame.repeated  # the frame itself would keep its values alive
 
         @contextlib.contextmanager
@@ -369,6 +372,21 @@ class DynamoProgram:
         site = event.site
         final = site.hooked or not self.bound.is_hooked(site.path)
         frame.add(event, self.bound.records_of(site.path), final=final)
+
+    def _asked(self, token: torch.Tensor) -> tuple[bool, bool]:
+        """Of a call outside of graphs: copy its arguments?  Compute what is derived?"""
+        frame = active_frame.get()
+        if frame is None or frame.owner is not self:
+            return False, False
+        path = self.path_of_token(token)
+        records = self.bound.records_of(path)
+        # While autograd records, a checkpoint has to save alike when it runs again.
+        looks = (
+            torch.is_grad_enabled()
+            or frame.wants(records)
+            or self.bound.is_hooked(path)
+        )
+        return frame.wants_entry(records), looks
 
     def _emit(self, *fields: Any) -> None:
         if _compat.is_traced():

@@ -28,7 +28,15 @@ import torch
 from torch import nn
 
 from fxcapture import _compat
-from fxcapture.mark import Emit, Reducers, Target, find, observe_any, override_keys
+from fxcapture.mark import (
+    Asks,
+    Emit,
+    Reducers,
+    Target,
+    find,
+    observe_any,
+    override_keys,
+)
 from fxcapture.plan import Match, match
 from fxcapture.selector import ModuleTable, Selector
 from fxcapture.spec import CaptureSpec
@@ -51,6 +59,7 @@ class Overrides:
         model: The model.
         spec: What is captured.
         emit: Receives the observations, in a trace and outside of one.
+        asks: Asked outside of one what is wanted of a call.
         reducers: Record name to its reduction.
         regions: Modules to compile on their own, besides those that are already.
         run_region: Runs one of them.
@@ -69,6 +78,7 @@ class Overrides:
         model: nn.Module,
         spec: CaptureSpec,
         emit: Emit,
+        asks: Asks,
         reducers: Reducers,
         regions: Selector | None,
         run_region: RunRegion,
@@ -76,6 +86,7 @@ class Overrides:
         self._model = model
         self._spec = spec
         self._emit = emit
+        self._asks = asks
         self._reducers = reducers
         self._regions = regions
         self._run_region = run_region
@@ -206,6 +217,7 @@ class Overrides:
                 target._replace(path=name, real_path=()),
                 self._emit,
                 self._reducers,
+                self._asks,
             )
             self._groups[alike] = (name, method)
         return self._groups[alike]
