@@ -12,28 +12,24 @@ in microseconds of the thread's CPU time per call, which other jobs on the machi
 disturb less than wall time.  The model does next to nothing, so that the difference
 shows.
 
-    python -m benchmarks.bench_decorator [--rounds N] [--out DIR]
+    python -m benchmarks.bench_decorator [--quick]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import output_capturing
 
+from benchmarks.harness import Report, main
 from fxcapture.modeling import capture_outputs
 
 CALLS = 100
@@ -120,61 +116,35 @@ def measure(rounds: int) -> dict[str, Any]:
     return result
 
 
-def environment() -> dict[str, Any]:
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
-    return {
-        "cpu": cpu,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "threads": torch.get_num_threads(),
-        "layers": LAYERS,
-        "calls_per_round": CALLS,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
-    options = parser.parse_args()
+def run(quick: bool) -> Report:
+    """Every variant; CPU time of one thread."""
     torch.set_num_threads(1)
-    result = measure(options.rounds)
-    report = {
-        "command": f"python -m benchmarks.bench_decorator --rounds {options.rounds}",
-        "environment": environment() | {"rounds": options.rounds},
-        "result": result,
-    }
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "decorator.json").write_text(json.dumps(report, indent=2) + "\n")
-    lines = [
-        "# A decorated forward with nothing requested, eager",
-        "",
-        "Microseconds of CPU time per call over the undecorated forward of the same "
-        "round: "
-        "median and quartiles of the paired differences.",
-        "",
-        "| forward | median call | extra | quartiles |",
-        "|---|---|---|---|",
-    ]
-    for name, row in result.items():
-        low, high = row["extra_us_quartiles"]
-        lines.append(
-            f"| {name.replace('_', ' ')} | {row['call_us']} us | {row['extra_us']} us "
-            f"| {low} to {high} us |"
-        )
-    lines += ["", f"Command: `{report['command']}`", ""]
-    lines += [f"- {key}: {value}" for key, value in report["environment"].items()]
-    text = "\n".join(lines) + "\n"
-    (options.out / "decorator.md").write_text(text)
-    print(text)
+    report = Report(
+        "decorator",
+        "A decorated forward with nothing requested, eager",
+        f"A model of {LAYERS} layers that compute nothing. CPU time per call over the "
+        "undecorated forward of the same round: median and quartiles of the paired "
+        f"differences; {CALLS} calls a round.",
+    )
+    found = measure(30 if quick else 100)
+    report.table(
+        "Microseconds per call",
+        [
+            {
+                "forward": name.replace("_", " "),
+                "call_us": row["call_us"],
+                "extra_us": row["extra_us"],
+                "quartiles_us": "{} to {}".format(*row["extra_us_quartiles"]),
+            }
+            for name, row in found.items()
+        ],
+    )
+    for name in ("fxcapture", "fxcapture_after_capture"):
+        report.figure(f"extra_us, {name}", found[name]["extra_us"], "under 20")
+    for name in ("transformers", "transformers_after_capture"):
+        report.figure(f"extra_us, {name}", found[name]["extra_us"])
+    return report
 
 
 if __name__ == "__main__":
-    main()
+    main(run)

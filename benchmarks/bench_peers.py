@@ -19,7 +19,9 @@ import fxcapture as fxc
 from benchmarks.harness import Report, bars, interleaved, latency_rows, main, ratio
 from benchmarks.models import hidden_states, llama, quiet, token_ids
 
-POSITIONS = (1, 2, 4)  # layers 0, 1 and 3: position 0 is the embedding output
+# Layers 0, 1 and 2: position 0 is the embedding output; transformers puts the normed
+# state in the last one's place.
+POSITIONS = (1, 2, 3)
 SIZES = {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 344}
 Call = Callable[[], list[torch.Tensor]]
 

@@ -126,16 +126,21 @@ def run(quick: bool) -> Report:
         "first_call_captured_over_plain",
         statistics.median(f["seconds"] for f in found["captured"])
         / statistics.median(f["seconds"] for f in found["plain"]),
+        "<= 1.15",
     )
     report.figure("graphs_captured", found["captured"][0]["graphs"])
     report.figure("graphs_plain", found["plain"][0]["graphs"])
     times = latency(layers, "inductor", 15 if quick else 60)
     report.table("Time per call", latency_rows(times, "plain"))
-    report.figure("latency_captured_over_plain", ratio(times, "captured", "plain"))
+    report.figure(
+        "latency_captured_over_plain", ratio(times, "captured", "plain"), "<= 1.03"
+    )
     steps = training(layers, "inductor", 8 if quick else 30)
     report.table("Training step", latency_rows(steps, "plain step"))
     report.figure(
-        "training_step_captured_over_plain", ratio(steps, "captured step", "plain step")
+        "training_step_captured_over_plain",
+        ratio(steps, "captured step", "plain step"),
+        "<= 1.03",
     )
     return report
 
