@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.__main__ import README, readme_table
+
 ROOT = Path(__file__).parent.parent
 GITHUB = ROOT / ".github"
 TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -97,3 +99,10 @@ def test_the_changelog_begins_with_what_is_not_released() -> None:
     assert headings[0] == "Unreleased"
     for heading in headings[1:]:
         assert re.match(r"\d+\.\d+\.\d+", heading)
+
+
+def test_the_table_in_readme_is_made_from_the_results() -> None:
+    table = readme_table(ROOT / "benchmarks" / "results")
+
+    assert table.count("\n") == len(README) + 1
+    assert table in (ROOT / "README.md").read_text()
