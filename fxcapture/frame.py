@@ -210,12 +210,14 @@ class Frame:
         return any(self._windows[name].may_select() for name in records)
 
     def wants_entry(self, records: Iterable[str]) -> bool:
-        """Whether what the next hit of these records received may be selected."""
+        """Whether what a call that begins now receives may be selected.
+
+        Positions are counted when calls return, so that others may come before it.
+        """
         for name in records:
-            tap, window = self._spec[name], self._windows[name]
-            if tap.point == "input" and window.may_select():
-                return True
-            if tap.initial and window.is_empty:
+            tap = self._spec[name]
+            first = tap.initial and self._windows[name].is_empty
+            if first or tap.point == "input":
                 return True
         return False
 

@@ -173,9 +173,9 @@ class Observation(NamedTuple):
 #: Receives the fields of an :class:`Observation`, in their order.  Not an object, which
 #: Dynamo would trace the making of, and the taking apart.
 Emit = Callable[..., None]
-#: Says of a call outside of every graph, by its module's token: whether what it got
-#: has to be copied; whether its reductions and attention weights are looked at.
-Asks = Callable[[torch.Tensor], tuple[bool, bool]]
+#: Says of a call outside of every graph, by its module's token, whether what it got has
+#: to be copied.
+Asks = Callable[[torch.Tensor], bool]
 #: What ``enter`` changed: (dictionary, key, whether it was there, what was there).
 Saved = list[tuple[dict[str, Any], str, bool, Any]]
 
@@ -313,9 +313,9 @@ def _observed(
     reducers: Reducers,
     asks: Asks | None,
 ) -> Any:
-    copies, looks = True, True
+    copies = True
     if asks is not None and token is not None and not _compat.is_traced():
-        copies, looks = asks(token)
+        copies = asks(token)
     path, _, key, wanted_entries, _, _, requests, attention = target
     derived: list[torch.Tensor] = []
     reduced: list[torch.Tensor] = []
@@ -335,25 +335,18 @@ def _observed(
         for request in requests:
             if 0 <= request.entry < len(wanted_entries):
                 for i in entry_leaves(entries, request.entry):
-                    entry = derived[i]
-                    reduced.append(reducers[request.record](entry) if looks else entry)
+                    reduced.append(reducers[request.record](derived[i]))
     if attention:
         calls: list[FusedCall | FlexCall] = []
         with WatchFused(calls):
             value = original(*args, **kwargs)
         entries = with_attention(entries, len(attention), len(calls))
         for wanted in attention:
-            derived = derived + [
-                attention_weights(call, wanted) if looks else call.query
-                for call in calls
-            ]
+            derived = derived + [attention_weights(call, wanted) for call in calls]
         for request in requests:
             if request.entry >= len(wanted_entries):
                 for i in entry_leaves(entries, request.entry):
-                    weights = derived[i]
-                    reduced.append(
-                        reducers[request.record](weights) if looks else weights
-                    )
+                    reduced.append(reducers[request.record](derived[i]))
     else:
         value = original(*args, **kwargs)
     result: list[torch.Tensor] = []
@@ -366,8 +359,7 @@ def _observed(
     for request in requests:
         if request.result:
             for i in element_leaves(structure, request.output):
-                whole = result[i]
-                reduced.append(reducers[request.record](whole) if looks else whole)
+                reduced.append(reducers[request.record](result[i]))
     if reduced:
         derived = derived + reduced
     hooked = key == "_call_impl"

@@ -373,20 +373,12 @@ class DynamoProgram:
         final = site.hooked or not self.bound.is_hooked(site.path)
         frame.add(event, self.bound.records_of(site.path), final=final)
 
-    def _asked(self, token: torch.Tensor) -> tuple[bool, bool]:
-        """Of a call outside of graphs: copy its arguments?  Compute what is derived?"""
+    def _asked(self, token: torch.Tensor) -> bool:
+        """Whether to copy what a call outside of graphs received."""
         frame = active_frame.get()
         if frame is None or frame.owner is not self:
-            return False, False
-        path = self.path_of_token(token)
-        records = self.bound.records_of(path)
-        # While autograd records, a checkpoint has to save alike when it runs again.
-        looks = (
-            torch.is_grad_enabled()
-            or frame.wants(records)
-            or self.bound.is_hooked(path)
-        )
-        return frame.wants_entry(records), looks
+            return False
+        return frame.wants_entry(self.bound.records_of(self.path_of_token(token)))
 
     def _emit(self, *fields: Any) -> None:
         if _compat.is_traced():

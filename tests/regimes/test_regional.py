@@ -266,3 +266,33 @@ def test_a_frame_lets_go_of_what_cannot_be_selected_any_more():
     assert [v is not None for v in records["l"]] == [False] * 6 + [True, False]
     assert len(alive) == 8
     assert most <= 2
+
+
+@pytest.mark.parametrize(
+    "treated",
+    [{"reduce": lambda t: t.sum(0)}, {"point": "input"}],
+    ids=["reduced", "input"],
+)
+def test_positions_are_counted_when_calls_return_also_of_nested_targets(treated):
+    class Inner(torch.nn.Module):
+        def forward(self, x):
+            return x * 2
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            y = self.inner(x)
+            x.add_(1)
+            return y + x
+
+    model = torch.nn.Sequential(Outer())
+    tap = fxc.Tap(["0", "0.inner"], select=[1], **treated)
+    captured = fxc.compile(model, {"h": tap}, backend="eager", regions="0.inner")
+    with torch.no_grad():
+        found = fxc.verify(captured, torch.randn(2, 3))
+
+    assert found.differences["h"] == 0.0
