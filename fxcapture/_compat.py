@@ -36,6 +36,7 @@ __all__ = [
     "transform_function",
     "unwrap_optimized",
     "while_recomputing",
+    "without_disable",
 ]
 
 
@@ -184,6 +185,20 @@ def reuses_outputs(backend: Any, inner: Any) -> Callable[[torch.Tensor], bool]:
 
         graphs = inner.config.get("triton.cudagraphs", config.triton.cudagraphs)
     return (lambda tensor: tensor.is_cuda) if graphs else (lambda tensor: False)
+
+
+def without_disable(call: Callable[..., Any]) -> Callable[..., Any]:
+    """What ``torch.compiler.disable`` wrapped; others as they are.
+
+    Backends wrap what they return, and Dynamo what a backend returns.  It takes the
+    inner wrapper away, to disable once; so do we who stand between the two.
+    """
+    while getattr(call, "_torchdynamo_disable", False):
+        inner = getattr(call, "_torchdynamo_orig_callable", None)
+        if inner is None:
+            break
+        call = inner
+    return call
 
 
 def copy_node_source(old: fx.Node, new: fx.Node) -> None:

@@ -111,10 +111,6 @@ class _Window:
         # A slice without negative bounds: positions up to this one decide.
         return position in self._select.indices(position + 1)
 
-    def may_select(self) -> bool:
-        """Whether the next hit may be selected."""
-        return self._tail_length > 0 or self._stays()
-
     def push(self, event: Event) -> None:
         """Take the next hit."""
         if self._stays():
@@ -205,10 +201,6 @@ class Frame:
             self._repeated = self.anew()
         return self._repeated
 
-    def wants(self, records: Iterable[str]) -> bool:
-        """Whether the next hit of any of these records may be selected."""
-        return any(self._windows[name].may_select() for name in records)
-
     def wants_entry(self, records: Iterable[str]) -> bool:
         """Whether what a call that begins now receives may be selected.
 
@@ -234,8 +226,9 @@ class Frame:
         if not final:
             event.claims = 1
             return
+        windows = self._windows
         for name in records:
-            self._windows[name].push(event)
+            windows[name].push(event)
         if not event.claims:
             event.tensors = {}
 

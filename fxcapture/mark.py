@@ -25,6 +25,7 @@ Invariants
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -230,7 +231,7 @@ def observe(
     """``original``, which then hands an :class:`Observation` to ``emit``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return _observed(original, args, kwargs, target, None, emit, reducers, None)
+        return _observed(original, args, kwargs, target, None, emit, reducers)
 
     return forward
 
@@ -271,7 +272,9 @@ def observe_any(
     target: Target,
     emit: Emit,
     reducers: Reducers,
+    seen: Emit,
     asks: Asks,
+    runs: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """The same as a method that serves every module of one group.
 
@@ -283,22 +286,23 @@ def observe_any(
         original: Attribute that holds what the override stands for.
         token: Attribute that holds the module's token.
         target: Its path names the group.
-        emit: Receives the observations.
+        emit: Receives the observations in a trace.
         reducers: Record name to its reduction.
+        seen: Receives those of calls outside of every graph.
         asks: Asked outside of graphs what is wanted of the call.
+        runs: Outside of graphs, makes the call: (the module's class, what the override
+            stands for, *args, **kwargs).
     """
+    takes = bool(target.entries)
 
     def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return _observed(
-            getattr(self, original),
-            args,
-            kwargs,
-            target,
-            getattr(self, token),
-            emit,
-            reducers,
-            asks,
-        )
+        inner, own = getattr(self, original), getattr(self, token)
+        if _compat.is_traced():
+            return _observed(inner, args, kwargs, target, own, emit, reducers)
+        copies = takes and asks(own)
+        if runs is not None:
+            inner = functools.partial(runs, type(self), inner)
+        return _observed(inner, args, kwargs, target, own, seen, reducers, copies)
 
     return forward
 
@@ -311,11 +315,8 @@ def _observed(
     token: torch.Tensor | None,
     emit: Emit,
     reducers: Reducers,
-    asks: Asks | None,
+    copies: bool = True,
 ) -> Any:
-    copies = True
-    if asks is not None and token is not None and not _compat.is_traced():
-        copies = asks(token)
     path, _, key, wanted_entries, _, _, requests, attention = target
     derived: list[torch.Tensor] = []
     reduced: list[torch.Tensor] = []

@@ -33,7 +33,6 @@ from fxcapture.frontends.graph_program import Piece, WholeGraph
 from fxcapture.frontends.inputs import defer_reductions, find_inputs
 from fxcapture.frontends.overrides import Overrides
 from fxcapture.mark import (
-    Observation,
     emit_mark,
     enter,
     leave,
@@ -123,13 +122,17 @@ class DynamoProgram:
         self._overrides = Overrides(
             model,
             spec,
-            self._emit,
+            emit_mark,
+            self._observe_eagerly,
             self._asked,
             defer_reductions(self.reducers, _current_inputs),
             regions,
             self._run_region,
         )
-        self._eager_sites: dict[Any, tuple[Site, tuple[Leaf, ...]]] = {}
+        #: The site of each kind of eager observation, its leaves and ``hits_of`` it.
+        self._eager_sites: dict[
+            Any, tuple[Site, tuple[Leaf, ...], tuple[str, ...], bool]
+        ] = {}
         self._event_plans: dict[Any, Any] = {}
         self._region_functions: dict[type, Callable[..., Any]] = {}
         settings = {"dynamic": dynamic, **compile_kwargs}
@@ -325,14 +328,9 @@ class DynamoProgram:
         return self._overrides.path_of_token(token)
 
     def _run_region(
-        self,
-        module: nn.Module,
-        below: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, kind: type, below: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
         """Run a module as a region: one compilation for all modules of its class."""
-        kind = type(module)
         compiled = self._region_functions.get(kind)
         if compiled is None:
             # A code object for each class, so that a model of many kinds of blocks does
@@ -367,11 +365,13 @@ class DynamoProgram:
 
         _compat.while_recomputing(id(equal), lambda: again)
 
-    def take(self, frame: Frame, event: Event) -> None:
-        """Hand an event to a frame."""
-        site = event.site
+    def hits_of(self, site: Site) -> tuple[tuple[str, ...], bool]:
+        """The records that a site is a hit of; whether it is one by itself.
+
+        It is not if forward hooks are still to see the call.
+        """
         final = site.hooked or not self.bound.is_hooked(site.path)
-        frame.add(event, self.bound.records_of(site.path), final=final)
+        return self.bound.records_of(site.path), final
 
     def _asked(self, token: torch.Tensor) -> bool:
         """Whether to copy what a call outside of graphs received."""
@@ -380,74 +380,70 @@ class DynamoProgram:
             return False
         return frame.wants_entry(self.bound.records_of(self.path_of_token(token)))
 
-    def _emit(self, *fields: Any) -> None:
-        if _compat.is_traced():
-            emit_mark(*fields)
-        else:
-            self._observe_eagerly(Observation(*fields))
-
-    def _observe_eagerly(self, seen: Observation) -> None:
+    def _observe_eagerly(
+        self,
+        token: torch.Tensor,
+        result: list[torch.Tensor],
+        derived: list[torch.Tensor],
+        sizes: list[int],
+        entry_sizes: list[int],
+        structure: str,
+        entries: str,
+        group: str,
+        hooked: bool,
+    ) -> None:
+        """Take an observation (its fields, see ``mark``) that no graph made."""
         frame = active_frame.get()
-        if frame is None or frame.owner is not self or seen.token is None:
+        if frame is None or frame.owner is not self:
             return
-        self.join_checkpoint(frame)
-        path = self.path_of_token(seen.token)
-        sizes = tuple(map(int, seen.sizes)), tuple(map(int, seen.entry_sizes))
-        site, leaves = self._site_of(path, seen, *sizes)
-        tensors, own = {}, {}
-        # A call that forward hooks are still to see counts when they have.
-        if frame.wants(self.bound.records_of(path)) or self.bound.is_hooked(path):
+        if torch.is_grad_enabled():
+            self.join_checkpoint(frame)
+        bound, path = self.bound, self._overrides.path_of_token(token)
+        # All that tells kinds of sites apart; the rest follows from it.
+        key = (
+            bound,
+            path,
+            structure,
+            entries,
+            hooked,
+            tuple(map(int, sizes)),
+            tuple(map(int, entry_sizes)),
+            tuple([t.shape for t in result]),
+            tuple([t.dtype for t in result]),
+        )
+        found = self._eager_sites.get(key)
+        if found is None:
+            site = _eager_site(*key)
+            found = site, leaves_of(self.spec, bound, site), *self.hits_of(site)
+            _remember(self._eager_sites, key, found)
+        site, leaves, records, final = found
+        event = Event(site, {}, key[5], key[6])
+        frame.add(event, records, final=final)
+        if event.claims:
+            tensors, own = {}, {}
             for leaf in leaves:
-                group = seen.result if leaf.kind == "result" else seen.derived
-                value = group[leaf.index]
+                value = (result if leaf.kind == "result" else derived)[leaf.index]
                 tensors[leaf] = leaf.snapshot(value)
                 # Autograd recorded it, and it shares no memory with a parameter.
                 if leaf.is_plain and value.grad_fn is not None and not value._is_view():
                     own[leaf] = weakref.ref(value), value._version
-        self.take(frame, Event(site, tensors, *sizes, own=own))
-
-    def _site_of(
-        self,
-        path: str,
-        seen: Observation,
-        sizes: tuple[int, ...],
-        entry_sizes: tuple[int, ...],
-    ) -> tuple[Site, tuple[Leaf, ...]]:
-        """The site of an eager observation and its leaves, made once for each kind."""
-        shapes = tuple(tuple(t.shape) for t in seen.result)
-        dtypes = tuple(t.dtype for t in seen.result)
-        text = seen.structure, seen.entries, seen.hooked
-        key = (self.bound, path, text, sizes, entry_sizes, shapes, dtypes)
-        found = self._eager_sites.get(key)
-        if found is None:
-            site = Site(
-                path=path,
-                structure=seen.structure,
-                entries=seen.entries,
-                sizes=sizes,
-                entry_sizes=entry_sizes,
-                shapes=shapes,
-                dtypes=tuple(str(d).removeprefix("torch.") for d in dtypes),
-                class_name=self.bound.classes.get(path, ""),
-                hooked=seen.hooked,
-            )
-            found = site, leaves_of(self.spec, self.bound, site)
-            _remember(self._eager_sites, key, found)
-        return found
+            event.tensors, event.own = tensors, own
 
     def _plan_of_events(
         self, frame: Frame
     ) -> tuple[Plan, SiteTable, tuple[tuple[int, int], ...]]:
         """The plan of a finished broken run, made once for each sequence of sites."""
         sites = tuple(event.site for event in frame.events)
-        key = (self.bound, frame.selection, sites)
+        # By identity, since to hash what a site says costs more than all else here; the
+        # sites are kept with the plan, so that no other gets the same.
+        key = (self.bound, frame.selection, tuple(map(id, sites)))
         found = self._event_plans.get(key)
         if found is None:
             merged, marks = passes.pair_hooked(sites)
             table = SiteTable(merged)
-            found = self.plan_of(table, frame.selection), table, marks
+            found = self.plan_of(table, frame.selection), table, marks, sites
             _remember(self._event_plans, key, found)
-        return found
+        return found[:3]
 
     def _records_of(self, frame: Frame, outside: Any = ()) -> Records:
         """The records of a finished run.
@@ -474,6 +470,30 @@ class DynamoProgram:
             for record in plan.records
         }
         return Records(values, {r.name: r.paths for r in plan.records})
+
+
+def _eager_site(
+    bound: Match,
+    path: str,
+    structure: str,
+    entries: str,
+    hooked: bool,
+    sizes: tuple[int, ...],
+    entry_sizes: tuple[int, ...],
+    shapes: tuple[torch.Size, ...],
+    dtypes: tuple[torch.dtype, ...],
+) -> Site:
+    return Site(
+        path=path,
+        structure=structure,
+        entries=entries,
+        sizes=sizes,
+        entry_sizes=entry_sizes,
+        shapes=tuple(map(tuple, shapes)),
+        dtypes=tuple(str(d).removeprefix("torch.") for d in dtypes),
+        class_name=bound.classes.get(path, ""),
+        hooked=hooked,
+    )
 
 
 def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:

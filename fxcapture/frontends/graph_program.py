@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, final
 
+import torch
 from torch import fx
 
 from fxcapture import _compat, passes
@@ -178,7 +179,7 @@ class WholeGraph:
             made.recompile()
             inputs = made.meta[passes.KEPT_INPUTS]
             example_inputs = [example_inputs[i] for i in inputs]
-        call = self._program.inner(made, list(example_inputs))
+        call = _compat.without_disable(self._program.inner(made, list(example_inputs)))
         if inputs is not None:
             call = _picking(call, inputs)
         return _Variant(plan, self._marked.sites, made, call)
@@ -254,6 +255,7 @@ class Piece:
         kept = _kept_graph(marked_graph)
         self.sites = passes.mark_sites(kept, graph=self.number, classes=bound.classes)
         self._tokens = passes.locate_tokens(kept)
+        self._sites_of: dict[tuple[int, str], Site] = {}
         self._deferred: dict[tuple[int, Leaf], tuple[Leaf, Reduction]] = {}
         # A site of a group is spoken of as one of its members.
         stand_ins = [
@@ -292,8 +294,8 @@ class Piece:
         self._num_own = num_own_outputs(self._graph_module)
         self._places = places_of(self._graph_module)
         self._flags = {k.site: i for k, i in self._places.items() if k.ran}
-        self._call: Compiled = program.inner(
-            self._graph_module, [example_inputs[i] for i in self._inputs]
+        self._call: Compiled = _compat.without_disable(
+            program.inner(self._graph_module, [example_inputs[i] for i in self._inputs])
         )
 
     def __call__(self, *args: Any) -> Any:
@@ -304,6 +306,8 @@ class Piece:
             return self._call(*kept)[: self._num_own]
         self._program.join_checkpoint(frame)
         out = self._call(*kept)
+        if not self.sites:
+            return out
         taps = self._program.kept(out[self._num_own :])
         self._deliver(frame, args, taps)
         return out[: self._num_own]
@@ -328,15 +332,24 @@ class Piece:
                 continue  # a branch that did not run
             token = self._tokens[i]
             if token is not None:
-                path = self._program.path_of_token(args[token])
-                site = of_module(site, path, self._classes)
+                site = self._site_of(i, args[token])
             event = Event(
                 site,
                 tensors.get(i, {}),
                 _filled(sizes, i, False, site.sizes),
                 _filled(sizes, i, True, site.entry_sizes),
             )
-            self._program.take(frame, event)
+            records, final = self._program.hits_of(site)
+            frame.add(event, records, final=final)
+
+    def _site_of(self, i: int, token: torch.Tensor) -> Site:
+        """A site as a call of the module that a token stands for."""
+        path = self._program.path_of_token(token)
+        found = self._sites_of.get((i, path))
+        if found is None:
+            found = of_module(self.sites[i], path, self._classes)
+            self._sites_of[i, path] = found
+        return found
 
     def graphs(self) -> Iterator[fx.GraphModule]:
         """The instrumented graph."""

@@ -19,6 +19,7 @@ Invariants
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -35,7 +36,6 @@ from fxcapture.mark import (
     Target,
     find,
     observe_any,
-    override_keys,
 )
 from fxcapture.plan import Match, match
 from fxcapture.selector import ModuleTable, Selector
@@ -45,10 +45,8 @@ __all__ = ["Overrides"]
 
 _numbers = itertools.count()
 
-#: Runs a region: (its module, what it stands for, args, kwargs).
-RunRegion = Callable[
-    [nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any
-]
+#: Runs a region: (its class, what it stands for, *args, **kwargs).
+RunRegion = Callable[..., Any]
 
 
 @final
@@ -58,7 +56,8 @@ class Overrides:
     Args:
         model: The model.
         spec: What is captured.
-        emit: Receives the observations, in a trace and outside of one.
+        emit: Receives the observations in a trace.
+        seen: Receives those outside of one.
         asks: Asked outside of one what is wanted of a call.
         reducers: Record name to its reduction.
         regions: Modules to compile on their own, besides those that are already.
@@ -78,6 +77,7 @@ class Overrides:
         model: nn.Module,
         spec: CaptureSpec,
         emit: Emit,
+        seen: Emit,
         asks: Asks,
         reducers: Reducers,
         regions: Selector | None,
@@ -86,6 +86,7 @@ class Overrides:
         self._model = model
         self._spec = spec
         self._emit = emit
+        self._seen = seen
         self._asks = asks
         self._reducers = reducers
         self._regions = regions
@@ -93,8 +94,10 @@ class Overrides:
         self._name = f"_fxcapture_{next(_numbers)}"
         self._count = 0
         self._installed: list[_Override] = []
-        self._tree: _Tree = []
+        self._tree: _Tree | None = None
         self._made: list[_Override] = []
+        self._overridden: list[nn.Module] = []
+        self._states: list[tuple[bool, bool]] = []
         self._groups: dict[Any, tuple[str, Callable[..., Any]]] = {}
         self._members: dict[str, str] = {}
         self._token_of: dict[str, torch.Tensor] = {}
@@ -130,17 +133,31 @@ class Overrides:
 
     def _refresh(self) -> None:
         """Look the targets up again if the module tree is not what it was."""
-        same = all(tuple(d.values()) == children for d, children in self._tree)
-        if self._tree and same and not any(o.is_stale() for o in self._made):
+        if (
+            self._tree is not None
+            and self._tree.is_same()
+            # Otherwise other attributes would have to be overridden by now.
+            and list(map(_state, self._overridden)) == self._states
+        ):
             return
-        self._tree = _tree(self._model)
+        self._tree = _Tree(self._model)
         self.bound = match(self._spec, self._model)
         # Regions first: a region's own value is read around what was compiled.
         made = dict(self._make_regions())
         for target in self.bound.targets:
             module = find(self._model, target)
-            made[id(module), target.key] = self._make(target, module, made)
+            region = made.get((id(module), "region"))
+            joined = region is not None and region.key == target.key == "forward"
+            if joined and "_orig_mod" not in module._modules:
+                # One override for both: a call then goes through one method less.
+                del made[id(module), "region"]
+                runs: RunRegion | None = self._run_region
+            else:
+                runs = None
+            made[id(module), target.key] = self._make(target, module, runs)
         self._made = list(made.values())
+        self._overridden = list({id(o.module): o.module for o in self._made}.values())
+        self._states = list(map(_state, self._overridden))
 
     def _make_regions(self) -> Iterator[tuple[Any, _Override]]:
         table = ModuleTable(self._model)
@@ -175,14 +192,14 @@ class Overrides:
                 below = getattr(self, original)
             if _compat.is_traced():
                 return below(*args, **kwargs)
-            return run_region(self, below, args, kwargs)
+            return run_region(type(self), below, *args, **kwargs)
 
         return _Override(module, key, forward, {original: None})
 
     def _make(
-        self, target: Target, module: nn.Module, made: dict[Any, Any]
+        self, target: Target, module: nn.Module, runs: RunRegion | None
     ) -> _Override:
-        name, method = self._group(target)
+        name, method = self._group(target, runs)
         self._members.setdefault(name, target.path)
         token = self._token_of.get(target.path)
         if token is None:
@@ -192,7 +209,9 @@ class Overrides:
         own = {f"{self._name}_{target.key}": None, f"{self._name}_token": token}
         return _Override(module, target.key, method, own)
 
-    def _group(self, target: Target) -> tuple[str, Callable[..., Any]]:
+    def _group(
+        self, target: Target, runs: RunRegion | None
+    ) -> tuple[str, Callable[..., Any]]:
         spec = self._spec
         records = self.bound.records_of(target.path)
         kinds = frozenset(
@@ -208,7 +227,7 @@ class Overrides:
             )
             for t in (spec[r] for r in records)
         )
-        alike = (target._replace(path="", real_path=()), kinds)
+        alike = (target._replace(path="", real_path=()), kinds, runs)
         if alike not in self._groups:
             name = f"#{len(self._groups)}"
             method = observe_any(
@@ -217,7 +236,9 @@ class Overrides:
                 target._replace(path=name, real_path=()),
                 self._emit,
                 self._reducers,
+                self._seen,
                 self._asks,
+                runs,
             )
             self._groups[alike] = (name, method)
         return self._groups[alike]
@@ -227,15 +248,34 @@ def _is_below(path: str, parent: str) -> bool:
     return path != parent and (not parent or path.startswith(f"{parent}."))
 
 
-#: Each module's children as they were: (the dictionary, its values).
-_Tree = list[tuple[dict[str, nn.Module | None], tuple[nn.Module | None, ...]]]
+@final
+class _Tree:
+    """What tells, cheaply, whether a module tree is still the same.
+
+    Asked at each call, of every module: the loops are C's.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [module._modules for module in model.modules()]
+        # A scripted module's table is of another type, and nothing in it is overridden.
+        self._tables = [table for table in tables if isinstance(table, dict)]
+        self._parents = [table for table in self._tables if table]
+        self._children = [table.values() for table in self._parents]
+        self._lengths = list(map(len, self._tables))
+        self._names = list(_chain(self._parents))
+        self._modules = list(_chain(self._children))
+
+    def is_same(self) -> bool:
+        """Whether each module has the children that it had, by the same names."""
+        return (
+            list(map(len, self._tables)) == self._lengths
+            and list(_chain(self._parents)) == self._names
+            # By identity: a module's class may define what equal means.
+            and all(map(operator.is_, _chain(self._children), self._modules))
+        )
 
 
-def _tree(model: nn.Module) -> _Tree:
-    """What tells, cheaply, whether a module tree is still the same."""
-    return [
-        (module._modules, tuple(module._modules.values())) for module in model.modules()
-    ]
+_chain: Callable[[Any], Iterator[Any]] = itertools.chain.from_iterable
 
 
 @final
@@ -244,7 +284,7 @@ class _Override:
 
     Args:
         module: The instance.
-        key: What to override.
+        key: Name of the attribute to override.
         method: A function of the instance; bound here.
         attributes: What to put beside it; ``None`` stands for what was overridden.
     """
@@ -256,27 +296,22 @@ class _Override:
         method: Callable[..., Any],
         attributes: dict[str, Any],
     ) -> None:
-        self._module = module
+        self.module = module
+        self.key = key
         self._slot = module.__dict__
-        self._key = key
-        self._state = _state(module)
         self._wrapper = types.MethodType(method, module)
         self._attributes = attributes
         self._below: tuple[bool, Any] = (False, None)
         self._wanted = False
 
-    def is_stale(self) -> bool:
-        """Whether another attribute would have to be overridden by now."""
-        return _state(self._module) != self._state
-
     def install(self) -> None:
         """Put the override on top of what the instance has."""
         if not self._wanted and _OVERRIDES.get(id(self._wrapper)) is not self:
-            self._below = (self._key in self._slot, self._slot.get(self._key))
-            original = getattr(self._module, self._key)
+            self._below = (self.key in self._slot, self._slot.get(self.key))
+            original = getattr(self.module, self.key)
             for name, value in self._attributes.items():
                 self._slot[name] = original if value is None else value
-            self._slot[self._key] = self._wrapper
+            self._slot[self.key] = self._wrapper
             _OVERRIDES[id(self._wrapper)] = self
         self._wanted = True
 
@@ -285,22 +320,22 @@ class _Override:
         self._wanted = False
         top: _Override | None = self
         while top is not None and not top._wanted:
-            if self._slot.get(self._key) is not top._wrapper:
+            if self._slot.get(self.key) is not top._wrapper:
                 return
             present, value = top._below
             del _OVERRIDES[id(top._wrapper)]
             if present:
-                self._slot[self._key] = value
+                self._slot[self.key] = value
             else:
-                del self._slot[self._key]
+                del self._slot[self.key]
             for name in top._attributes:
                 self._slot.pop(name, None)
             top = _OVERRIDES.get(id(value)) if present else None
 
 
-def _state(module: nn.Module) -> tuple[Any, ...]:
+def _state(module: nn.Module) -> tuple[bool, bool]:
     """What decides how a module has to be overridden."""
-    return (*override_keys(module), _compat.is_compiled_in_place(module))
+    return _compat.has_forward_hooks(module), _compat.is_compiled_in_place(module)
 
 
 #: The overrides that stand somewhere now, by the identity of their method.

@@ -296,3 +296,37 @@ def test_positions_are_counted_when_calls_return_also_of_nested_targets(treated)
         found = fxc.verify(captured, torch.randn(2, 3))
 
     assert found.differences["h"] == 0.0
+
+
+class Same(nn.Module):
+    """A module that says it equals every other."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = nn.Module.__hash__
+
+    def forward(self, x):
+        return x * self.factor
+
+
+def test_a_module_that_is_replaced_or_renamed_between_calls_is_noticed():
+    model = nn.Sequential()
+    model.add_module("scale", Same(2.0))
+    model.add_module("head", nn.Linear(3, 3))
+    captured = fxc.compile(model, {"h": "scale"}, backend="eager", regions="head")
+    x = torch.ones(2, 3)
+
+    assert torch.equal(captured(x).records["h"][0], 2 * x)
+    model.scale = Same(3.0)
+    assert torch.equal(captured(x).records["h"][0], 3 * x)
+
+    children = model._modules
+    children["other"] = children.pop("scale")
+    children["head"] = children.pop("head")
+    with pytest.raises(TargetNotFoundError, match="target 'scale' matches no module"):
+        captured(x)
