@@ -231,11 +231,17 @@ def _call_traced(
     call: _Call, wanted: dict[str, Request]
 ) -> tuple[Any, dict[str, list[Any]]]:
     """The same under Dynamo, in its plainest Python."""
-    if not torch.compiler.is_dynamo_compiling():
-        # Dynamo met a graph break in here, gave up on this call, and runs it as it is.
-        if not wanted and not dispatch.is_collecting():
-            return _call_plain(call), {}
-        return _call_eager(call, wanted)
+    if torch.compiler.is_dynamo_compiling():
+        return _collect_traced(call, wanted)
+    # Dynamo met a graph break in here, gave up on this call, and runs it as it is.
+    if not wanted and not dispatch.is_collecting():
+        return _call_plain(call), {}
+    return _call_eager(call, wanted)
+
+
+def _collect_traced(  # traced, never executed
+    call: _Call, wanted: dict[str, Request]
+) -> tuple[Any, dict[str, list[Any]]]:
     function, model, args, kwargs = call
     names = tuple(wanted)
     asked = tuple([wanted[n] for n in names])

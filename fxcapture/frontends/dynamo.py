@@ -183,7 +183,9 @@ class DynamoProgram:
             self.bound = match(self.spec, model)
             return self.bound.targets
 
-        def captured(inputs: Any, /, *args: Any, **kwargs: Any) -> Any:
+        def captured(  # traced, never executed
+            inputs: Any, /, *args: Any, **kwargs: Any
+        ) -> Any:
             saved = enter(model, targets(), emit_mark, bind_inputs(reducers, inputs))
             try:
                 output = model(*args, **kwargs)
