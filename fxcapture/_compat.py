@@ -462,13 +462,15 @@ def map_nodes(function: Callable[[Any], Any], value: Any) -> Any:
     return _pytree.tree_map(function, value)
 
 
-def trace_on_fake(function: Callable[..., Any], value: torch.Tensor) -> fx.GraphModule:
-    """The ATen graph of ``function`` on one fake tensor."""
+def trace_on_fake(
+    function: Callable[..., Any], *values: torch.Tensor
+) -> fx.GraphModule:
+    """The ATen graph of ``function`` on fake tensors."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    fake_mode = torch._guards.detect_fake_mode([value])
+    fake_mode = torch._guards.detect_fake_mode(list(values))
     with fake_mode or contextlib.nullcontext():
-        return make_fx(function, pre_dispatch=True)(value)
+        return make_fx(function, pre_dispatch=True)(*values)
 
 
 def has_pytree_output(graph: fx.Graph) -> bool:

@@ -28,7 +28,7 @@ from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.frontends import export as frontend
 from fxcapture.frontends.dynamo import fused_attention
 from fxcapture.manifest import Manifest, OutputInfo, RecordLayout
-from fxcapture.plan import match, reducers_of, resolve
+from fxcapture.plan import match, resolve
 from fxcapture.records import Captured, Records
 from fxcapture.sites import SiteTable
 from fxcapture.spec import CaptureSpec
@@ -45,6 +45,7 @@ def export(
     kwargs: Mapping[str, Any] | None = None,
     *,
     spec: CaptureSpec | Mapping[str, Any],
+    capture_inputs: Mapping[str, Any] | None = None,
     dynamic_shapes: Any = None,
     strict: bool = False,
     keep_output: bool = True,
@@ -63,7 +64,10 @@ def export(
         args: Example arguments, as for ``torch.export.export``.
         kwargs: Example keyword arguments.
         spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
-        dynamic_shapes: As for ``torch.export.export``.
+        capture_inputs: Name to example tensor: inputs of the spec's reductions that
+            are no arguments of the model.  The program takes them as keywords.
+        dynamic_shapes: As for ``torch.export.export``; those of ``capture_inputs`` by
+            name, and static where nothing is said.
         strict: Trace with Dynamo instead of by running the model's Python code.
         keep_output: With ``False`` the program returns the records alone and ends at
             the last operation that one needs; parameters behind it are left out.
@@ -71,6 +75,8 @@ def export(
     Raises:
         SpecTypeError: ``model`` or ``spec`` is of the wrong type.
         TargetError: the spec does not fit the model, or what the run called.
+        ElementError: a reduction names an input that there is not.
+        SpecError: ``capture_inputs`` has the name of an argument of the model.
         TraceError: the model cannot be exported.
         UnreachableValueError: a value cannot leave the sub-graph it is computed in.
     """
@@ -90,7 +96,8 @@ def export(
             tuple(args),
             kwargs or {},
             bound.targets,
-            reducers_of(spec),
+            spec,
+            capture_inputs=capture_inputs or {},
             dynamic_shapes=dynamic_shapes,
             strict=strict,
         )
@@ -186,6 +193,10 @@ class CapturedProgram:
 
         Parameters and buffers are the program's; buffers that the model writes to are
         written.  Records are tensors of their own, with gradients unless detached.
+
+        Args:
+            *args: The model's arguments.
+            **kwargs: Its keyword arguments, and the ``capture_inputs`` of the export.
         """
         if self._module is None:
             self._module = self.program.module()
@@ -325,7 +336,7 @@ class CapturedPackage:
         self.manifest = manifest
 
     def __call__(self, *args: Any, **kwargs: Any) -> Captured:
-        """Run the package; records carry no gradients."""
+        """Run the package, with the program's arguments; no record has a gradient."""
         return Captured(*_split(self._compiled(*args, **kwargs), self.manifest))
 
 

@@ -214,7 +214,7 @@ def _bound(
         return reduce
     source = inputs[reduce.source]
 
-    def bound(value: torch.Tensor) -> torch.Tensor:
+    def bound(value: torch.Tensor) -> torch.Tensor:  # traced, never executed
         return reduce.apply(value, source)
 
     return bound

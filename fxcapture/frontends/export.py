@@ -21,6 +21,7 @@ import dataclasses
 import inspect
 import re
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -36,33 +37,62 @@ from torch.export.graph_signature import (
 
 from fxcapture import _compat, passes
 from fxcapture.errors import FxCaptureError, GraphError, TraceError
+from fxcapture.frontends.inputs import Place, find_places, read_inputs
 from fxcapture.frontends.name_outputs import OutputNamer
 from fxcapture.manifest import OutputInfo, RecordLayout
-from fxcapture.mark import Target, emit_mark, enter, leave
+from fxcapture.mark import Target, describe_forward, emit_mark, enter, leave
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.collect_marks import MarkedSites
-from fxcapture.plan import Plan
+from fxcapture.plan import Plan, reducers_of
+from fxcapture.reductions import Reducers
+from fxcapture.spec import CaptureSpec
 
 __all__ = ["attach", "overridden", "trace", "with_plain_output"]
-
-Reducers = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 
 # torch.export runs the model's own Python code, so two exports of one model at a time
 # would see each other's overrides.
 _exporting = threading.RLock()
 
 
+_OUR_SIDE_EFFECT = (
+    r".*side effects happened.*: \["
+    r"\"L\['self'\]\._modules\['_export_root'\]\.forward\.__closure__\[\d+\]"
+    r"\.cell_contents\"\]$"
+)
+
+
 @contextlib.contextmanager
 def overridden(
-    model: nn.Module, targets: Sequence[Target], reducers: Reducers
+    model: nn.Module,
+    targets: Sequence[Target],
+    reducers: Reducers,
+    places: Mapping[str, Place],
+    added: Mapping[str, Any],
 ) -> Iterator[None]:
-    """A time in which the targets emit marks."""
-    signature = inspect.signature(model.forward)
+    """A time in which the targets emit marks.
+
+    Args:
+        model: The model.
+        targets: What to mark.
+        reducers: Record name to its reduction.
+        places: Where the model's call has the inputs of reductions.
+        added: Those that are keywords of the call but not of the model.
+    """
+    signature = _with_keywords(inspect.signature(model.forward), added)
+    slot = model.__dict__
+    # Targets call their reducers when the model runs, so those are found by then.
+    late: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(reducers)
     with _exporting:
         before = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
-        saved = enter(model, targets, emit_mark, reducers)
+        saved = enter(model, targets, emit_mark, late)
         try:
-            own = model.__dict__.get("forward")
+            if places:
+                saved.append((slot, "forward", "forward" in slot, slot.get("forward")))
+                slot["forward"], made = read_inputs(
+                    model.forward, reducers, places, added
+                )
+                late.update(made)
+            own = slot.get("forward")
             if own is not None and inspect.isfunction(own):
                 # torch.export names the program's inputs after the root's parameters.
                 own.__signature__ = signature  # type: ignore[attr-defined]
@@ -82,22 +112,35 @@ def trace(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     targets: Sequence[Target],
-    reducers: Reducers,
+    spec: CaptureSpec,
     *,
+    capture_inputs: Mapping[str, Any],
     dynamic_shapes: Any,
     strict: bool,
 ) -> ExportedProgram:
     """Export a model with marks behind the targets' calls.
 
     Raises:
+        ElementError: a reduction names an input that there is not.
+        SpecError: ``capture_inputs`` has the name of an argument.
+        SpecTypeError: an input is no tensor that its reduction can use.
         TraceError: the model cannot be exported.
     """
-    with overridden(model, targets, reducers):
+    places = find_places(spec, model, args, kwargs, capture_inputs)
+    if capture_inputs:
+        dynamic_shapes = _shapes_with(dynamic_shapes, model, capture_inputs)
+    with (
+        overridden(model, targets, reducers_of(spec), places, capture_inputs),
+        warnings.catch_warnings(),
+    ):
+        # Where ``read_inputs`` puts them, which is empty again after the call; anything
+        # else that the model writes to is still warned of.
+        warnings.filterwarnings("ignore", _OUR_SIDE_EFFECT)
         try:
             return torch.export.export(
                 model,
                 args,
-                dict(kwargs),
+                {**kwargs, **capture_inputs},
                 dynamic_shapes=dynamic_shapes,
                 strict=strict,
             )
@@ -111,6 +154,28 @@ def trace(
                 remedy="remove what stops the export (see the reason), or use "
                 "fxcapture.compile, which also runs a model in pieces",
             ) from error
+
+
+def _with_keywords(
+    signature: inspect.Signature, names: Mapping[str, Any]
+) -> inspect.Signature:
+    """The signature with further keywords."""
+    parameters = list(signature.parameters.values())
+    named = [p for p in parameters if p.kind is not p.VAR_KEYWORD]
+    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names]
+    return signature.replace(parameters=[*named, *added, *parameters[len(named) :]])
+
+
+def _shapes_with(
+    shapes: Any, model: nn.Module, capture_inputs: Mapping[str, Any]
+) -> Any:
+    """Dynamic shapes with an entry for each further input; static by default."""
+    if shapes is None:
+        return None
+    if not isinstance(shapes, Mapping):
+        # By position, which says nothing of keywords.
+        shapes = dict(zip(describe_forward(model).names, shapes, strict=False))
+    return {**shapes, **{n: shapes.get(n) for n in capture_inputs}}
 
 
 def attach(

@@ -12,12 +12,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxcapture.errors import ElementError, TargetNotFoundError, nearest
+from fxcapture.errors import ElementError, SpecError, TargetNotFoundError, nearest
 from fxcapture.mark import describe_forward
 from fxcapture.reductions import Reducers, Reduction
 from fxcapture.spec import CaptureSpec
 
-__all__ = ["defer_reductions", "find_inputs", "sources_of"]
+__all__ = [
+    "defer_reductions",
+    "find_inputs",
+    "find_places",
+    "read_inputs",
+    "sources_of",
+]
+
+#: Where a call passes an input: position, keyword; ``None`` if it does not.
+Place = int | str | None
 
 
 def sources_of(spec: CaptureSpec) -> dict[str, tuple[str, Reduction]]:
@@ -76,6 +85,81 @@ def find_inputs(
             )
         reduction.check_input(found[source])
     return found
+
+
+def find_places(
+    spec: CaptureSpec,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    capture_inputs: Mapping[str, Any],
+) -> dict[str, Place]:
+    """Where a trace finds the inputs, all of ``capture_inputs`` being keywords.
+
+    Raises:
+        TargetNotFoundError: see :func:`find_inputs`.
+        ElementError: see :func:`find_inputs`.
+        SpecTypeError: see :func:`find_inputs`.
+        SpecError: ``capture_inputs`` has a name that the model's forward has too.
+    """
+    names = describe_forward(model).names
+    for name in capture_inputs:
+        if name in names or name in kwargs:
+            raise SpecError(
+                f"capture_inputs has {name!r}, which is an argument of the model",
+                why="both would be the exported program's input of that name",
+                remedy="name it differently in the reduction and in capture_inputs",
+            )
+    places: dict[str, Place] = {}
+    for name in find_inputs(spec, model, args, kwargs, capture_inputs):
+        if name in capture_inputs or name in kwargs:
+            places[name] = name
+        else:
+            position = names.index(name)
+            places[name] = position if position < len(args) else None
+    return places
+
+
+def read_inputs(
+    forward: Callable[..., Any],
+    reducers: Reducers,
+    places: Mapping[str, Place],
+    added: Mapping[str, Any],
+) -> tuple[Callable[..., Any], dict[str, Callable[[torch.Tensor], torch.Tensor]]]:
+    """A forward that looks its inputs up, and reducers that use them; for a trace.
+
+    Args:
+        forward: The model's.
+        reducers: Record name to reducer.
+        places: Where ``forward`` is passed each input.
+        added: Keywords that are for the reducers alone.
+    """
+    found: dict[str, Any] = {}
+
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        for name, place in places.items():
+            if place is None:
+                found[name] = None
+            else:
+                found[name] = args[place] if isinstance(place, int) else kwargs[place]
+        own = {name: value for name, value in kwargs.items() if name not in added}
+        try:
+            return forward(*args, **own)
+        finally:
+            # What Dynamo traces must leave nothing behind.
+            for name in places:
+                del found[name]
+
+    def with_input(reduction: Reduction, source: str) -> Any:
+        return lambda value: reduction.apply(value, found[source])
+
+    made = {
+        name: with_input(reduce, reduce.source)
+        if isinstance(reduce, Reduction) and reduce.source is not None
+        else reduce
+        for name, reduce in reducers.items()
+    }
+    return reading, made
 
 
 def defer_reductions(

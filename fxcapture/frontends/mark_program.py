@@ -25,6 +25,7 @@ from torch.export.graph_signature import (
 )
 
 from fxcapture import _compat, passes
+from fxcapture.errors import ElementError, nearest
 from fxcapture.frontends.bind import bind, calls_of
 from fxcapture.frontends.classes import shell
 from fxcapture.frontends.fx import Call, ForeignGraph
@@ -36,6 +37,7 @@ from fxcapture.mark import (
     entry_leaves,
 )
 from fxcapture.plan import Match, reducers_of
+from fxcapture.reductions import Reduction
 from fxcapture.spec import CaptureSpec
 from fxcapture.structure import encode
 
@@ -303,7 +305,26 @@ class _Marker:
         return arguments[entry]
 
     def _reduce(self, record: str, node: fx.Node) -> fx.Node:
-        return inline(self._gm.graph, self._reducers[record], node)
+        reduce = self._reducers[record]
+        source = reduce.source if isinstance(reduce, Reduction) else None
+        if source is None:
+            return inline(self._gm.graph, reduce, node)
+        assert isinstance(reduce, Reduction)
+        arguments = self._root_values()[1]
+        if source not in arguments:
+            known = [name for name in arguments if isinstance(name, str)]
+            raise ElementError(
+                f"record {record!r}: reduce={reduce!r} needs the input {source!r}, "
+                "which the program does not have",
+                why="it takes " + (", ".join(known) or "no named arguments"),
+                nearest=nearest(source, known),
+                remedy="name one of these, or export the model with fxcapture.export",
+            )
+        value = arguments[source]
+        reduce.check_input(value.meta["val"] if isinstance(value, fx.Node) else value)
+        if value is None:  # a mask that the export left out
+            return inline(self._gm.graph, lambda h: reduce.apply(h, None), node)
+        return inline(self._gm.graph, lambda h, s: reduce.apply(h, s), node, value)
 
 
 def _by_position_and_name(
@@ -350,15 +371,16 @@ def _clone(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def inline(
-    graph: fx.Graph, function: Callable[[torch.Tensor], torch.Tensor], node: fx.Node
+    graph: fx.Graph, function: Callable[..., torch.Tensor], *nodes: fx.Node
 ) -> fx.Node:
-    """Add the ATen operations of ``function(node)`` to a graph."""
-    traced = _compat.trace_on_fake(function, node.meta["val"])
+    """Add the ATen operations of ``function(*nodes)`` to a graph."""
+    traced = _compat.trace_on_fake(function, *[node.meta["val"] for node in nodes])
     mapped: dict[fx.Node, Any] = {}
-    made: Any = node
+    made: Any = nodes[0]
+    places = iter(nodes)
     for inner in traced.graph.nodes:
         if inner.op == "placeholder":
-            mapped[inner] = node
+            mapped[inner] = next(places)
         elif inner.op == "output":
             made = mapped[inner.args[0]]
         else:

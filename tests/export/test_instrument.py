@@ -155,6 +155,141 @@ def test_errors_name_what_is_wrong() -> None:
         instrument(nn.Linear(1, 1), {"x": Tap("x")})  # type: ignore[arg-type]
 
 
+# ------------------------------------------------- the model itself, and what came in
+
+
+class Scaled(nn.Module):
+    """Keyword arguments inside and out, a dict out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj, self.act = nn.Linear(4, 4), nn.ReLU()
+
+    def forward(self, x, scale=1.0, *more):
+        return {"y": self.act(self.proj(input=x)) * scale}
+
+
+INPUTS = {
+    "out": Tap("", output="y"),
+    "into": Tap("", point="input"),
+    "scale": Tap("", point="input", output="scale"),
+    "mean": Tap("", point="input", output="x", reduce="mean"),
+}
+
+
+@pytest.mark.parametrize("keyword", [False, True])
+@pytest.mark.parametrize("by", ["fx", "export"])
+def test_the_models_own_arguments_are_known(by: str, keyword: bool) -> None:
+    model, x = Scaled(), torch.randn(2, 4)
+    args, kwargs = ((x,), {"scale": 2.0}) if keyword else ((x, 2.0), {})
+    graph = (
+        fx.symbolic_trace(model)
+        if by == "fx"
+        else torch.export.export(model, args, kwargs)
+    )
+
+    records = instrument(graph, INPUTS)(*args, **kwargs).records
+
+    torch.testing.assert_close(records["out"][0], model(x, 2.0)["y"])
+    torch.testing.assert_close(records["into"][0], x)
+    assert records["scale"] == (2.0,)
+    torch.testing.assert_close(records["mean"][0], x.mean(1))
+
+
+def test_an_argument_passed_by_name_has_its_number_too() -> None:
+    x, scale = torch.randn(2, 4), torch.tensor(2.0)
+    program = torch.export.export(Scaled(), (x,), {"scale": scale})
+
+    records = instrument(program, {"second": Tap("", point="input", output=1)})(
+        x, scale=scale
+    ).records
+
+    assert records["second"] == (scale,)
+
+
+@pytest.mark.parametrize("which", [None, 0, "input"])
+def test_a_module_call_in_the_graph_tells_its_arguments(which) -> None:
+    x = torch.randn(2, 4)
+    tap = Tap("proj", point="input", output=which)
+
+    records = instrument(fx.symbolic_trace(Scaled()), {"into": tap})(x).records
+
+    torch.testing.assert_close(records["into"][0], x)
+
+
+@pytest.mark.parametrize(
+    ("path", "which", "why"),
+    [
+        ("", "nope", "it has no input 'nope'"),
+        ("", 2, "it has no input 2"),
+        ("proj", "nope", "it received no input 'nope'"),
+        ("proj", 1, "it received no input 1"),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_refused(path, which, why) -> None:
+    tap = Tap(path, point="input", output=which)
+
+    with pytest.raises(AmbiguousSiteError, match=why):
+        instrument(fx.symbolic_trace(Scaled()), {"x": tap})
+
+
+def test_an_argument_that_an_export_does_not_name_is_refused() -> None:
+    program = torch.export.export(Scaled(), (torch.ones(2, 4),))
+
+    with pytest.raises(AmbiguousSiteError, match="received an input 'nope'"):
+        instrument(program, {"x": Tap("", point="input", output="nope")})
+
+
+def test_a_dynamo_graph_knows_neither_arguments_nor_results_of_its_model() -> None:
+    graphs: list[fx.GraphModule] = []
+    torch.compile(Scaled(), backend=lambda gm, _: graphs.append(gm) or gm)(
+        torch.ones(2, 4)
+    )
+
+    with pytest.raises(AmbiguousSiteError, match="a flat tuple of tensors"):
+        instrument(graphs[0], {"x": Tap("")})
+    with pytest.raises(AmbiguousSiteError, match="takes parameters and flat tensors"):
+        instrument(graphs[0], {"x": Tap("", point="input")})
+
+
+@pytest.mark.parametrize("keep_output", [True, False])
+@pytest.mark.filterwarnings(
+    # torch copies pytree specs with a graph, and its pytree module complains.
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
+)
+def test_the_module_of_an_exported_program_keeps_its_containers(keep_output) -> None:
+    model, x = Scaled(), torch.randn(2, 4)
+    gm = torch.export.export(model, (x, 2.0)).module()
+    spec = {"whole": Tap(""), "into": Tap("", point="input"), "proj": Tap("proj")}
+
+    captured = instrument(gm, spec, keep_output=keep_output)
+    output, records = captured(x, 2.0)
+
+    expected = model(x, 2.0)
+    assert (output is None) is not keep_output
+    torch.testing.assert_close(records["whole"][0], expected)
+    torch.testing.assert_close(records["into"][0], x)
+    torch.testing.assert_close(records["proj"][0], model.proj(x))
+    assert repr(captured) == f"CapturedGraph({captured.spec!r})"
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning"
+)
+def test_a_container_that_a_graph_takes_apart_is_no_input_of_it() -> None:
+    class TakesDict(nn.Module):
+        def forward(self, batch):
+            return batch["x"] * 2
+
+    batch = {"x": torch.ones(2)}
+    program = torch.export.export(TakesDict(), (batch,))
+    spec = {"into": Tap("", point="input")}
+
+    assert instrument(program, spec)(batch).records["into"] == (batch,)
+    with pytest.raises(AmbiguousSiteError, match="takes containers"):
+        instrument(program.module(), spec)
+
+
 class Product(nn.Module):
     def forward(self, x):
         return x * x.sigmoid()
