@@ -262,7 +262,7 @@ class _Taps:
         graph = self._made.graph
         if _compat.has_pytree_output(graph):
             return _compat.own_pytree_output(graph, list(self._own))  # type: ignore[arg-type]
-        if any("example_value" in node.meta for node in graph.nodes):
+        if self._is_by_dynamo():
             raise self._graph.ambiguous(
                 "",
                 "a Dynamo graph returns a flat tuple of tensors, which the code around "
@@ -270,19 +270,36 @@ class _Taps:
             )
         return self._own
 
+    def _is_by_dynamo(self) -> bool:
+        return any("example_value" in node.meta for node in self._made.graph.nodes)
+
+    def _own_input(self, wanted: int | str) -> tuple[fx.Node, fx.Node]:
+        """What the graph's model received, and the node before which it stands."""
+        graph = self._made.graph
+        if self._is_by_dynamo():
+            raise self._graph.ambiguous(
+                "",
+                "a Dynamo graph takes parameters and flat tensors, which the code "
+                "around it makes of the model's arguments",
+            )
+        inputs = [n for n in graph.nodes if n.op == "placeholder"]
+        names = [str(n.target) for n in inputs]
+        if _compat.has_pytree_output(graph):
+            given = list(inspect.signature(self._graph.gm.forward).parameters)
+            if names != given:
+                raise self._graph.ambiguous(
+                    "", "it takes containers, of which the graph has the parts alone"
+                )
+        for i, (node, name) in enumerate(zip(inputs, names, strict=True)):
+            if wanted in (i, name) and not name.startswith("*"):
+                return node, inputs[-1].next
+        raise self._graph.ambiguous("", f"it has no input {wanted!r}")
+
     def _entry(self, tap: Tap, path: str, call: Call | None) -> tuple[Any, fx.Node]:
         """What a call received, and the node before which it stands."""
         wanted = 0 if tap.point == "output" or tap.output is None else tap.output
         if call is None:
-            inputs = [n for n in self._made.graph.nodes if n.op == "placeholder"]
-            found = [
-                n
-                for i, n in enumerate(inputs)
-                if wanted == i or wanted == str(n.target).lstrip("*")
-            ]
-            if not found or str(found[0].target).startswith("*"):
-                raise self._graph.ambiguous("", f"it has no input {wanted!r}")
-            return found[0], inputs[-1].next
+            return self._own_input(wanted)
         if call.node is None:
             raise self._graph.ambiguous(
                 path,
