@@ -97,26 +97,22 @@ class ModuleTable:
         self.first: dict[str, tuple[str, nn.Module]] = {}
         self.aliases: dict[str, str] = {}
         self.inner: list[_Entry] = []
-        self._path_of: dict[int, str] = {}
+        path_of: dict[int, str] = {}
         for entry in _walk(model, "", "", set()):
             key = id(entry.module)
-            if key in self._path_of:
-                self.aliases.setdefault(entry.path, self._path_of[key])
+            if key in path_of:
+                self.aliases.setdefault(entry.path, path_of[key])
             elif entry.path in self.first:
-                self._path_of[key] = entry.path
+                path_of[key] = entry.path
                 real, wrapper = self.first[entry.path]
                 if "_orig_mod" in wrapper._modules:
                     self.first[entry.path] = (entry.real_path, entry.module)
                     entry = _Entry(entry.path, real, wrapper)
                 self.inner.append(entry)
             else:
-                self._path_of[key] = entry.path
+                path_of[key] = entry.path
                 self.first[entry.path] = (entry.real_path, entry.module)
                 self.aliases[entry.path] = entry.path
-
-    def path_of(self, module: nn.Module) -> str | None:
-        """The first path of a module object, or ``None`` if it is not in the model."""
-        return self._path_of.get(id(module))
 
     def candidates(self) -> Iterator[_Entry]:
         """Each module object once, those behind wrappers included."""

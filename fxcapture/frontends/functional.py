@@ -28,7 +28,7 @@ from fxcapture.sites import Site, SiteTable
 from fxcapture.spec import CaptureSpec
 from fxcapture.structure import Structure, build_container, encode, parse
 
-__all__ = ["Function", "collect", "collector", "functional"]
+__all__ = ["Function", "collector", "functional"]
 
 #: ``fn(params, buffers, *args, **kwargs) -> Captured``
 Function = Callable[..., Captured]
@@ -200,14 +200,6 @@ def collector(
         return output, Records(values, paths)
 
     return collect
-
-
-def collect(
-    model: nn.Module, spec: CaptureSpec, call: Callable[[], Any]
-) -> tuple[Any, Records]:
-    """Call a model once and collect its records; not inside Dynamo, see collector."""
-    made: tuple[Any, Records] = collector(model, spec)(call)
-    return made
 
 
 def _shape(o: Observation) -> _Shape:

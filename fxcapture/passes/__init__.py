@@ -38,7 +38,6 @@ from fxcapture.passes.insert_taps import insert_taps
 from fxcapture.passes.inspect_regions import (
     forgets_overrides,
     reuses_bodies,
-    runs_branches,
 )
 from fxcapture.passes.leave_transforms import leave_transforms
 from fxcapture.passes.lift_taps import lift_taps
@@ -68,7 +67,6 @@ __all__ = [
     "prune_unneeded",
     "reuses_bodies",
     "rewrite",
-    "runs_branches",
     "share_mask_conversion",
     "tensor_inputs",
     "verify_graph",

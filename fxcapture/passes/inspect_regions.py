@@ -10,7 +10,7 @@ from torch import fx
 from fxcapture import _compat
 from fxcapture.passes.base import is_mark, operator_name, walk
 
-__all__ = ["forgets_overrides", "reuses_bodies", "runs_branches"]
+__all__ = ["forgets_overrides", "reuses_bodies"]
 
 # Operators whose bodies Dynamo traces without going back to what it knew before.
 _TRACED_THROUGH = frozenset(
@@ -54,8 +54,3 @@ def reuses_bodies(gm: fx.GraphModule) -> bool:
     return any(
         is_mark(node) and "invoke_subgraph" in region for _, node, region in walk(gm)
     )
-
-
-def runs_branches(gm: fx.GraphModule) -> bool:
-    """Whether some mark has a value only if a branch runs."""
-    return any(is_mark(node) and "cond" in region for _, node, region in walk(gm))
