@@ -26,7 +26,7 @@ import fxcapture
 from fxcapture import _compat, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.frontends import export as frontend
-from fxcapture.frontends.dynamo import fused_attention
+from fxcapture.frontends.fused_attention import fused_attention
 from fxcapture.manifest import Manifest, OutputInfo, RecordLayout
 from fxcapture.plan import match, resolve
 from fxcapture.records import Captured, Records

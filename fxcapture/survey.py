@@ -21,7 +21,7 @@ from torch import nn
 from fxcapture import _compat
 from fxcapture.errors import SpecTypeError, TraceError
 from fxcapture.fake_run import Fakes
-from fxcapture.frontends.dynamo import fused_attention
+from fxcapture.frontends.fused_attention import fused_attention
 from fxcapture.mark import Observation, enter, leave
 from fxcapture.memory import format_bytes
 from fxcapture.passes.collect_marks import pair_hooked

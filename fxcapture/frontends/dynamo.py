@@ -17,7 +17,6 @@ import contextlib
 import functools
 import itertools
 import logging
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from torch import fx, nn
 from fxcapture import _compat, passes
 from fxcapture.errors import FxCaptureError, TraceError
 from fxcapture.frame import Event, Frame, active_frame
+from fxcapture.frontends.fused_attention import fused_attention
 from fxcapture.frontends.graph_program import Piece, WholeGraph
 from fxcapture.frontends.inputs import defer_reductions, find_inputs
 from fxcapture.frontends.overrides import Overrides
@@ -555,39 +555,3 @@ def _not_traceable(model: nn.Module, reason: str) -> TraceError:
         remedy="drop fullgraph=True (values stay right, the pieces are compiled one by "
         "one), or remove what breaks the graph",
     )
-
-
-@final
-class fused_attention:
-    """A time in which ``nn.TransformerEncoderLayer`` may use its fused kernel, or not.
-
-    The fused kernel calls none of the layer's submodules, so a capture inside one has
-    to do without, as it would with eager hooks.  The flag is one for the process, and
-    Dynamo guards on it: it is off for the whole of each call that needs it off.
-    """
-
-    _lock = threading.Lock()
-    _refusals = 0
-    _before = True
-
-    def __init__(self, allowed: bool) -> None:
-        self._allowed = allowed
-
-    def __enter__(self) -> None:
-        if self._allowed:
-            return
-        cls = fused_attention
-        with cls._lock:
-            if cls._refusals == 0:
-                cls._before = torch.backends.mha.get_fastpath_enabled()
-                torch.backends.mha.set_fastpath_enabled(False)
-            cls._refusals += 1
-
-    def __exit__(self, *exc: object) -> None:
-        if self._allowed:
-            return
-        cls = fused_attention
-        with cls._lock:
-            cls._refusals -= 1
-            if cls._refusals == 0:
-                torch.backends.mha.set_fastpath_enabled(cls._before)
