@@ -107,7 +107,9 @@ class ForeignGraph:
         self._regions: dict[tuple[str, str], list[fx.Node]] = {}
         self._ids: dict[str, str] = {}
         self._collect_regions()
-        self._inner = set(self._keys_inside_bodies())
+        self._inner: set[str] = set()
+        self._untold = ""
+        self._look_into_bodies()
         self._collect_calls()
         self._state = {
             node: str(node.target) for node in self.nodes if node.op == "get_attr"
@@ -184,11 +186,16 @@ class ForeignGraph:
             if path and not isinstance(module, fx.GraphModule):
                 yield path
 
-    def _keys_inside_bodies(self) -> Iterator[str]:
+    def _look_into_bodies(self) -> None:
+        """Which modules ran in sub-graphs, and whether some of these do not say it."""
         for node in self.nodes:
-            for _, body in bodies(self.gm, node):
-                for inner in ForeignGraph(body)._regions:
-                    yield inner[1]
+            for name, body in bodies(self.gm, node):
+                inner = ForeignGraph(body)
+                self._inner |= inner._inner | {path for _, path in inner._regions}
+                # In a graph of Dynamo, what stands in no module has no stack.
+                tells = _tells(body) and not inner._untold
+                if not tells and not self.has_object_keys:
+                    self._untold = name
 
     def _collect_calls(self) -> None:
         found: list[Call] = []
@@ -327,10 +334,18 @@ class ForeignGraph:
         return [found[i] for i in range(len(found))]
 
     def _check_state(self, path: str) -> None:
-        """Refuse where a parameter is read outside of the module's shown calls."""
-        for node, target in self._state.items():
-            if not target.startswith(f"{path}."):
-                continue
+        """Refuse where there may be calls that the graph does not show.
+
+        Those of a module with parameters would read them.
+        """
+        found = {n: t for n, t in self._state.items() if t.startswith(f"{path}.")}
+        if self._untold and not found:
+            raise self.ambiguous(
+                path,
+                f"the operations of {self._untold!r} do not say which module they are "
+                "of, so that there may be a call more",
+            )
+        for node, target in found.items():
             for user in self._users[node]:
                 if all(p != path for _, p, _ in self.stack(user)):
                     raise self.ambiguous(
@@ -373,6 +388,15 @@ class ForeignGraph:
         return [p for p in self.shown if p.startswith(start) and p != path]
 
 
+def _tells(body: fx.GraphModule) -> bool:
+    """Whether every operation has a module stack; non-strict export leaves them out."""
+    return all(
+        node.meta.get("nn_module_stack")
+        for node in body.graph.nodes
+        if node.op not in ("placeholder", "output", "get_attr")
+    )
+
+
 def _acts(node: fx.Node) -> bool:
     """Whether an unused node is there for what it does and not for its value."""
     if node.is_impure():
@@ -398,7 +422,8 @@ def _attribute(gm: nn.Module, target: str) -> Any:
     return found
 
 
-_SOURCE = re.compile(r"^L\['\w+'\]\.?|^L__self__\.?|^self\.")
+# Strict export calls the model _export_root where it stands in a sub-graph.
+_SOURCE = re.compile(r"^L\['\w+'\]\.?|^L__self__\.?|^self\.|^_export_root(\.|$)")
 _ITEM = re.compile(r"\._modules\['(\w+)'\]|\[['\"]?(\w+)['\"]?\]")
 
 

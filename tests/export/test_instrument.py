@@ -321,6 +321,86 @@ class Sometimes(nn.Module):
         return x
 
 
+class Annotated(nn.Module):
+    def forward(self, x):
+        y: torch.Tensor = x.relu()
+        if x.dim() > 1:
+            y = y + y
+        return y
+
+
+class Named(nn.Module):
+    def forward(self, x):
+        return (y := x.relu()) - y
+
+
+class NamedAlone(nn.Module):
+    def forward(self, x):
+        (y := [x])
+        return y
+
+
+class InWith(nn.Module):
+    def forward(self, x):
+        with torch.no_grad():
+            return x[:, 0] if x.dim() > 1 else -x
+
+
+class WithTarget(nn.Module):
+    def forward(self, x):
+        with torch.no_grad() as y:
+            return y
+
+
+class Loops(nn.Module):
+    def forward(self, x):
+        for y in x:  # noqa: B007
+            pass
+        return y
+
+
+class Indexed(nn.Module):
+    def forward(self, x):
+        return x[0]
+
+
+class Halved(nn.Module):
+    def forward(self, x):
+        return x // 2
+
+
+class Negated(nn.Module):
+    def forward(self, x):
+        return not x
+
+
+class OfWeight(nn.Module):
+    def forward(self, x):
+        return self.weight.relu()
+
+
+class OfModule(nn.Module):
+    def forward(self, x):
+        return pytest.relu(x)
+
+
+class OfTorchClass(nn.Module):
+    def forward(self, x):
+        return torch.Size(x)
+
+
+class Decorated(nn.Module):
+    @torch.no_grad()
+    def forward(self, x):
+        return -x
+
+
+class Yields(nn.Module):
+    def forward(self, x):
+        yield x
+        return -x
+
+
 @pytest.mark.parametrize(
     ("cls", "expected"),
     [
@@ -337,6 +417,20 @@ class Sometimes(nn.Module):
         (Chunks, False),
         (Joined, False),
         (Sometimes, False),
+        (Annotated, True),
+        (Named, True),
+        (NamedAlone, False),
+        (InWith, True),
+        (WithTarget, False),
+        (Loops, False),
+        (Indexed, False),
+        (Halved, False),
+        (Negated, False),
+        (OfWeight, True),
+        (OfModule, False),
+        (OfTorchClass, False),
+        (Decorated, False),
+        (Yields, False),
     ],
 )
 def test_only_what_surely_returns_one_tensor_counts(cls: type, expected: bool) -> None:
