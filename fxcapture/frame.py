@@ -101,11 +101,19 @@ class _Window:
         """Whether there was no hit yet."""
         return self._count == 0
 
-    def _stays(self) -> bool:
-        """Whether the next hit is selected whatever comes after it."""
-        if self._all or (self._initial and self._count == 0):
+    def may_select(self, hits: int) -> bool:
+        """Whether one of so many next hits may be selected."""
+        return self._tail_length > 0 or any(self._stays(i) for i in range(hits))
+
+    def _stays(self, ahead: int = 0) -> bool:
+        """Whether the next hit is selected whatever comes after it.
+
+        Args:
+            ahead: Ask of the one so many hits later.
+        """
+        if self._all or (self._initial and self._count + ahead == 0):
             return True
-        position = self._count + self._initial
+        position = self._count + ahead + self._initial
         if isinstance(self._select, tuple):
             return position in self._select
         # A slice without negative bounds: positions up to this one decide.
@@ -200,6 +208,10 @@ class Frame:
         if self._repeated is None:
             self._repeated = self.anew()
         return self._repeated
+
+    def may_select(self, hits: Mapping[str, int]) -> bool:
+        """Whether any record may select one of so many next hits."""
+        return any(self._windows[name].may_select(n) for name, n in hits.items())
 
     def wants_entry(self, records: Iterable[str]) -> bool:
         """Whether what a call that begins now receives may be selected.

@@ -536,3 +536,45 @@ def test_weights_inside_a_checkpoint_are_right_in_pieces(hooked: bool) -> None:
 
     assert found.differences["a"] < 1e-6
     assert found.differences["h"] == 0.0
+
+
+def test_a_region_computes_weights_for_selected_layers_only() -> None:
+    fused, eager, target = pair("llama")
+    ran: list[bool] = []
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+        own, *taps = gm.graph.output_node().args[0]  # type: ignore[misc]
+        weights = bool(taps)
+        computed = [n for n in gm.graph.nodes if "weights" in str(n.target)]
+        assert weights or not computed
+
+        def run(*args: Any) -> Any:
+            ran.append(weights)
+            return gm.forward(*args)
+
+        return run
+
+    spec = {"a": AttentionWeights(target, select=[1])}
+    captured = fxc.compile(fused, spec, backend=backend, regions="layers.*")
+    call = {"attention_mask": PADDING, "use_cache": False}
+    wanted = eager(IDS, attention_mask=PADDING, output_attentions=True).attentions
+
+    def layers_with_weights(select: Any) -> list[int]:
+        ran.clear()
+        records = captured.select(a=select)(IDS, **call).records
+        kept = [i for i, v in enumerate(records["a"]) if v is not None]
+        for i in kept:
+            torch.testing.assert_close(records["a"][i], wanted[i], rtol=1e-5, atol=1e-6)
+        assert len(ran) == len(wanted) == len(records["a"])
+        return [i for i, weights in enumerate(ran) if weights]
+
+    last = len(wanted) - 1
+    with torch.no_grad():
+        assert layers_with_weights([1]) == [1]
+        assert layers_with_weights([0, last]) == [0, last]
+        assert layers_with_weights([]) == []
+        assert layers_with_weights(slice(1, None)) == list(range(1, last + 1))
+        # Which is the last is known when the call is over.
+        assert layers_with_weights([-1]) == list(range(last + 1))
+    # A checkpoint would compute the layer again, and has to find it as it was.
+    assert layers_with_weights([1]) == list(range(last + 1))

@@ -5,17 +5,20 @@ Terms
         compiled, and only what is selected becomes an output.
     piece: a graph of a broken run.  Its sites are hits among others; every value that a
         record may want becomes an output.  One piece may serve several modules: which
-        one it runs for, it learns from the tokens among its inputs.
+        one it runs for, it learns from the tokens among its inputs.  One that computes
+        attention weights has a version without taps, for calls that no record selects.
     variant: a whole graph compiled for one selection.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 from torch import fx
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from fxcapture.frontends.dynamo import DynamoProgram
 
 __all__ = ["Piece", "WholeGraph"]
+
+_Made = TypeVar("_Made")
 
 #: Calls a compiled graph; the graph's own outputs come first.
 Compiled = Callable[..., Sequence[Any]]
@@ -128,6 +133,24 @@ def _kept_graph(marked_graph: fx.GraphModule) -> fx.GraphModule:
     return kept
 
 
+def _compile_late(gm: fx.GraphModule, build: Callable[[Sequence[Any]], _Made]) -> _Made:
+    """Compile from a kept graph, outside of Dynamo.
+
+    Args:
+        gm: The graph.
+        build: Compiles; it gets the graph's inputs as fake tensors.
+    """
+    graph = gm.graph
+    fakes = [n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"]
+    with _compat.late_compilation(_compat.fake_mode_of(graph)):
+        try:
+            return build(fakes)
+        except _compat.TensorifyRestart:
+            # Inside Dynamo this restarts the frame with what was learnt kept in a
+            # global table, so that the second try succeeds; here we are the frame.
+            return build(fakes)
+
+
 @final
 class WholeGraph:
     """A graph that is the whole run.
@@ -200,17 +223,7 @@ class WholeGraph:
         for known in self._variants.values():
             if known.plan == plan:
                 return known
-        graph = self._marked_graph.graph
-        fakes = [
-            n.meta.get("example_value") for n in graph.nodes if n.op == "placeholder"
-        ]
-        with _compat.late_compilation(_compat.fake_mode_of(graph)):
-            try:
-                return self._build(plan, fakes)
-            except _compat.TensorifyRestart:
-                # Inside Dynamo this restarts the frame with what was learnt kept in a
-                # global table, so that the second try succeeds; here we are the frame.
-                return self._build(plan, fakes)
+        return _compile_late(self._marked_graph, lambda fakes: self._build(plan, fakes))
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph; records go to the frame, the rest to Dynamo's code."""
@@ -230,6 +243,30 @@ class WholeGraph:
     def graphs(self) -> Iterator[fx.GraphModule]:
         """The instrumented graphs, one for each selection."""
         yield from {id(v): v.graph_module for v in self._variants.values()}.values()
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _PieceVersion:
+    """A piece compiled with its taps, or without.
+
+    Attributes:
+        graph_module: The graph.
+        call: The compiled graph.
+        inputs: Which of Dynamo's inputs it takes; ``None`` for all.
+        num_own: Number of outputs in front of the taps.
+    """
+
+    graph_module: fx.GraphModule
+    call: Compiled
+    inputs: Sequence[int] | None
+    num_own: int
+
+    def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
+        """All outputs."""
+        if self.inputs is None:
+            return self.call(*args)
+        return self.call(*[args[i] for i in self.inputs])
 
 
 @final
@@ -283,41 +320,90 @@ class Piece:
             )
         # Entries and results of one call may stand in two marks, each a site here: both
         # are tapped at once, and joined when the run ends.
-        self._graph_module = passes.rewrite(
+        self._full = self._compiled(kept, marked, wanted, sizes, example_inputs)
+        self._places = places_of(self._full.graph_module)
+        self._flags = {k.site: i for k, i in self._places.items() if k.ran}
+        #: What makes the version without taps; only where they cost more than copies.
+        self._make_bare: Callable[[], _PieceVersion] | None = None
+        self._bare: _PieceVersion | None = None
+        fixed = all(None not in (*s.sizes, *s.entry_sizes) for s in self.sites)
+        weights = any(bound.attention.get(site.path) for site in stand_ins)
+        if weights and fixed and not self._flags:
+            self._make_bare = functools.partial(self._late, kept, marked)
+        self._lock = threading.Lock()
+
+    def _compiled(
+        self,
+        kept: fx.GraphModule,
+        marked: passes.MarkedSites,
+        wanted: Mapping[int, Mapping[Leaf, None]],
+        sizes: Mapping[int, Mapping[tuple[bool, int], None]],
+        example_inputs: Sequence[Any],
+    ) -> _PieceVersion:
+        program = self._program
+        made = passes.rewrite(
             kept, marked, wanted, sizes, share_masks=program.share_masks
         )
         tokens = frozenset(t for t in self._tokens if t is not None)
-        passes.drop_inputs(self._graph_module, tokens)
-        self._graph_module.recompile()
-        self._inputs = self._graph_module.meta[passes.KEPT_INPUTS]
-        self._all_inputs = len(self._inputs) == len(example_inputs)
-        self._num_own = num_own_outputs(self._graph_module)
-        self._places = places_of(self._graph_module)
-        self._flags = {k.site: i for k, i in self._places.items() if k.ran}
-        self._call: Compiled = _compat.without_disable(
-            program.inner(self._graph_module, [example_inputs[i] for i in self._inputs])
+        passes.drop_inputs(made, tokens)
+        made.recompile()
+        inputs = made.meta[passes.KEPT_INPUTS]
+        call = program.inner(made, [example_inputs[i] for i in inputs])
+        return _PieceVersion(
+            graph_module=made,
+            call=_compat.without_disable(call),
+            inputs=None if len(inputs) == len(example_inputs) else inputs,
+            num_own=num_own_outputs(made),
+        )
+
+    def _late(self, kept: fx.GraphModule, marked: passes.MarkedSites) -> _PieceVersion:
+        return _compile_late(
+            kept, lambda fakes: self._compiled(kept, marked, {}, {}, fakes)
         )
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph; hand its events to the frame and the rest to Dynamo's code."""
-        kept = args if self._all_inputs else [args[i] for i in self._inputs]
-        frame = active_frame.get()
+        full, frame = self._full, active_frame.get()
         if frame is None or frame.owner is not self._program:
-            return self._call(*kept)[: self._num_own]
+            return full(args)[: full.num_own]
         self._program.join_checkpoint(frame)
-        out = self._call(*kept)
+        if self._make_bare is not None and not self._wanted(frame, args):
+            if self._bare is None:
+                with self._lock, _compat.no_tracing():
+                    self._bare = self._bare or self._make_bare()
+            out = self._bare(args)
+            self._deliver(frame, args, ())
+            return out
+        out = full(args)
         if not self.sites:
             return out
-        taps = self._program.kept(out[self._num_own :])
+        taps = self._program.kept(out[full.num_own :])
         self._deliver(frame, args, taps)
-        return out[: self._num_own]
+        return out[: full.num_own]
+
+    def _wanted(self, frame: Frame, args: Sequence[Any]) -> bool:
+        """Whether a record may select anything that this call of the graph gives."""
+        # Autograd's checkpoints compute a call again, which has to run alike.
+        if torch.is_grad_enabled():
+            return True
+        hits: collections.Counter[str] = collections.Counter()
+        for i, site in enumerate(self.sites):
+            token = self._tokens[i]
+            if token is not None:
+                site = self._site_of(i, args[token])
+            records, final = self._program.hits_of(site)
+            if not final:
+                return True
+            hits.update(records)
+        return frame.may_select(hits)
 
     def _deliver(
         self, frame: Frame, args: Sequence[Any], values: Sequence[Any]
     ) -> None:
+        """Hand the graph's events to a frame; ``values`` are the taps, or none."""
         tensors: dict[int, dict[Leaf, Any]] = {}
         sizes: dict[tuple[int, bool, int], int] = {}
-        for key, place in self._places.items():
+        for key, place in self._places.items() if values else ():
             if key.leaf is not None:
                 leaf, value = key.leaf, values[place]
                 if (key.site, leaf) in self._deferred:
@@ -353,7 +439,7 @@ class Piece:
 
     def graphs(self) -> Iterator[fx.GraphModule]:
         """The instrumented graph."""
-        yield self._graph_module
+        yield self._full.graph_module
 
 
 def _filled(
