@@ -126,6 +126,7 @@ class Target(NamedTuple):
         defaults: Their default values, where they are plain constants.
         requests: The reductions to compute.
         attention: Which attention weights to compute, of each fused call it makes.
+        positional: How many of ``names`` may be passed by position.
     """
 
     path: str
@@ -136,6 +137,7 @@ class Target(NamedTuple):
     defaults: tuple[Any, ...]
     requests: tuple[Request, ...]
     attention: tuple[Attention, ...] = ()
+    positional: int = 0
 
 
 class Observation(NamedTuple):
@@ -317,7 +319,7 @@ def _observed(
     reducers: Reducers,
     copies: bool = True,
 ) -> Any:
-    path, _, key, wanted_entries, _, _, requests, attention = target
+    path, _, key, wanted_entries, _, _, requests, attention, _ = target
     derived: list[torch.Tensor] = []
     reduced: list[torch.Tensor] = []
     entry_sizes: list[int] = []
@@ -392,7 +394,9 @@ def _argument(
     if name not in target.names:
         return _NO_ARGUMENT
     position = target.names.index(name)
-    return args[position] if position < len(args) else target.defaults[position]
+    if position < len(args) and position < target.positional:
+        return args[position]
+    return target.defaults[position]
 
 
 @_compat.constant
@@ -429,12 +433,14 @@ class Parameters(NamedTuple):
         defaults: Their default values; ``None`` for one that is no plain constant.
         takes_more: It has ``*args``.
         takes_named: It has ``**kwargs``.
+        positional: How many of ``names`` may be passed by position: the first ones.
     """
 
     names: tuple[str, ...]
     defaults: tuple[Any, ...]
     takes_more: bool
     takes_named: bool
+    positional: int = 0
 
 
 def describe_forward(module: nn.Module) -> Parameters:
@@ -462,6 +468,7 @@ def _parameters_of(function: Any, skip: int = 0) -> Parameters:
         tuple(p.default if isinstance(p.default, plain) else None for p in named),
         any(p.kind is p.VAR_POSITIONAL for p in parameters),
         any(p.kind is p.VAR_KEYWORD for p in parameters),
+        sum(p.kind is not p.KEYWORD_ONLY for p in named),
     )
 
 

@@ -169,6 +169,7 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
                     if outer
                     else requests[path],
                     attention=() if outer else attention[path],
+                    positional=parameters.positional,
                 )
             )
     return Match(
@@ -225,7 +226,7 @@ def _callable_or_named(path: str, table: ModuleTable, tap: Tap, name: str) -> bo
 def _check_parameter(
     module: nn.Module, entry: int | str, path: str, tap: Tap, name: str
 ) -> None:
-    names, _, takes_more, takes_named = describe_forward(module)
+    names, _, takes_more, takes_named, _ = describe_forward(module)
     if isinstance(entry, int):
         known = takes_more or takes_named or 0 <= entry < len(names)
     else:

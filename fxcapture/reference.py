@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
@@ -267,7 +266,7 @@ def _watch(
 ) -> None:
     # Calls in progress of this module: the arguments, and whether forward has begun.
     calls: list[dict[str, Any]] = []
-    names = describe_forward(module)[0]
+    known = _arguments_of(module)
     own_forward = module.forward
     weights: list[list[torch.Tensor]] = []
 
@@ -280,9 +279,7 @@ def _watch(
         return value
 
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-        return {
-            w: snapshot(_argument(own_forward, names, w, args, kwargs)) for w in wanted
-        }
+        return {w: snapshot(known(w, args, kwargs)) for w in wanted}
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append({"entries": arguments(args, kwargs), "begun": False})
@@ -318,22 +315,19 @@ def _watch(
     stack.callback(module.register_forward_hook(after).remove)
 
 
-def _argument(
-    forward: Callable[..., Any],
-    names: Sequence[str],
-    which: int | str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    try:
-        values = inspect.signature(forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):  # no signature to read
-        values = dict(zip(names, args, strict=False)) | kwargs
-    if isinstance(which, int):
-        name = names[which] if which < len(names) else None
-        if name in values:
-            return values[name]
-        return args[which] if which < len(args) else None
-    if which in values:
-        return values[which]
-    return kwargs.get(which)
+def _arguments_of(module: nn.Module) -> Callable[..., Any]:
+    """Tells one argument of a call, or its default if that is a plain constant."""
+    known = describe_forward(module)
+
+    def argument(
+        which: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        given = dict(zip(known.names, known.defaults, strict=True))
+        given |= dict(zip(known.names[: known.positional], args, strict=False)) | kwargs
+        if isinstance(which, str):
+            return given.get(which)
+        if which < len(args):
+            return args[which]
+        return given.get(known.names[which]) if which < len(known.names) else None
+
+    return argument

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import fxcapture as fxc
-from fxcapture import CaptureSpec, Tap
+from fxcapture import CaptureSpec, Records, Tap
+from fxcapture.errors import VerificationError
+from fxcapture.testing import assert_parity, verify
 from tests.models import WIDTH, Attention, Encoder, encoder, ids, llama, mlp, rows
 from tests.reference import assert_records, assert_same, eager_records
 
@@ -213,7 +217,7 @@ def test_keyword_arguments_and_defaults_reach_the_model() -> None:
 
 
 def test_the_testing_module_agrees_with_the_oracle() -> None:
-    from fxcapture.testing import assert_parity, eager_reference
+    from fxcapture.testing import eager_reference
 
     taps = {n: t for n, t in TAPS.items() if n != "detached"}
     spec = CaptureSpec(taps)
@@ -229,9 +233,6 @@ def test_the_testing_module_agrees_with_the_oracle() -> None:
 
 
 def test_parity_fails_where_a_record_is_wrong() -> None:
-    from fxcapture.errors import VerificationError
-    from fxcapture.testing import assert_parity
-
     def wrong(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         return lambda *args: [t * 1.01 for t in gm(*args)]
 
@@ -242,6 +243,35 @@ def test_parity_fails_where_a_record_is_wrong() -> None:
         pytest.raises(VerificationError, match=r"record 'r' is .* away"),
     ):
         assert_parity(captured, rows())
+
+
+class Parameters(nn.Module):
+    def forward(self, h, scale=2.0, *more, flag=True):
+        return h * scale
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "which", "want"),
+    [
+        ((), {}, "scale", 2.0),
+        ((), {}, 1, 2.0),
+        ((3.0,), {}, "scale", 3.0),
+        ((), {"scale": 3.0}, 1, 3.0),
+        ((3.0, 4.0), {}, "flag", True),
+        ((3.0, 4.0), {"flag": False}, "flag", False),
+        ((3.0, 4.0), {}, 2, 4.0),
+    ],
+)
+def test_an_argument_is_found_however_it_was_passed(args, kwargs, which, want) -> None:
+    class Calls(Holder):
+        def forward(self, h):
+            return self.part(h, *args, **kwargs)
+
+    tap = Tap("part", point="input", output=which)
+    captured = fxc.compile(Calls(Parameters()), {"r": tap}, backend="eager")
+
+    assert captured(rows()).records["r"] == (want,)
+    assert_parity(captured, rows(), tolerance=0.0)
 
 
 def test_an_input_passed_by_keyword_through_a_forward_without_a_signature() -> None:
@@ -262,8 +292,211 @@ def test_an_input_passed_by_keyword_through_a_forward_without_a_signature() -> N
         "states": Tap("part", initial=True),
     }
 
-    records = fxc.compile(model, spec, backend="eager")(rows()).records
+    captured = fxc.compile(model, spec, backend="eager")
+
+    records = captured(rows()).records
 
     assert_same([rows()], list(records["first"]))
     assert_same([rows()], list(records["named"]))
     assert_same(rows(), records["states"][0])
+    assert_parity(captured, rows(), tolerance=0.0)
+
+
+def test_records_print_whatever_they_hold() -> None:
+    values = {
+        "pair": ((torch.ones(2), None),),
+        "table": ({"n": 3, "rows": [torch.ones(1, dtype=torch.int64)]},),
+    }
+
+    text = repr(Records(values, {"pair": ("a",), "table": ("b",)}))
+
+    assert "[0] 'a': tuple(float32[2], None)" in text
+    assert "[0] 'b': dict(n=3, rows=list(int64[1]))" in text
+    assert repr(Records({}, {})) == "Records()"
+
+
+# --------------------------------------------------------------------------------------
+# The captured model as a module
+# --------------------------------------------------------------------------------------
+
+
+def test_it_shows_what_the_model_has() -> None:
+    model = encoder(1)
+    captured = fxc.compile(model, {"r": "norm"}, backend="eager")
+
+    assert {"layers", "sites", "select", "unused"} <= set(dir(captured))
+    assert repr(captured) == f"CapturedModule({captured.spec!r})\n{model!r}"
+    with pytest.raises(AttributeError, match="'Encoder' object has no attribute 'no'"):
+        _ = captured.no
+    with pytest.raises(AttributeError, match="layers"):
+        _ = fxc.CapturedModule.__new__(fxc.CapturedModule).layers
+
+
+def test_explain_draws_too() -> None:
+    captured = fxc.compile(encoder(1), {"r": "norm"}, backend="eager")
+    captured(ids())
+
+    assert "LayerNorm" in captured.explain("text")
+    assert captured.explain("svg").startswith("<svg")
+
+
+class UsesCaptured(nn.Module):
+    """What an export of a function that calls a captured model returns."""
+
+    def __init__(self, captured: fxc.CapturedModule) -> None:
+        super().__init__()
+        self.inner = captured
+
+    def forward(self, x):
+        output, records = self.inner(x)
+        return output, records["r"]
+
+
+@pytest.mark.filterwarnings(
+    # Overrides that the trace puts up and takes back.
+    "ignore:While compiling, we found certain side effects:UserWarning"
+)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("keep_output", [True, False])
+def test_its_records_are_outputs_of_an_export_around_it(strict, keep_output) -> None:
+    plain = encoder(2)
+    spec = CaptureSpec({"r": Tap("layers.*", select=-1)})
+    output, want = eager_records(plain, spec, lambda: plain(ids()))
+    captured = fxc.compile(encoder(2), spec, backend="eager", keep_output=keep_output)
+
+    program = torch.export.export(UsesCaptured(captured), (ids(),), strict=strict)
+    got = program.module()(ids())
+
+    assert_same(output if keep_output else None, got[0])
+    assert_same(want["r"], list(got[1]))
+
+
+# --------------------------------------------------------------------------------------
+# Verification
+# --------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass
+class Parts:
+    value: torch.Tensor
+    pair: Pair
+    table: dict[Any, Any]
+    note: str = "constant"
+
+
+class Structured(nn.Module):
+    def forward(self, h):
+        return Parts(h * 2, Pair(h + 1, h.shape), {"empty": h[:0], 3: None})
+
+
+class AsDict(nn.Module):
+    def forward(self, h):
+        return {"h": h, 3: h.sin()}
+
+
+class Holder(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+        self.as_dict = nn.Identity()
+
+    def forward(self, h):
+        self.as_dict(h)
+        return self.part(h)
+
+
+def test_every_kind_of_value_is_compared() -> None:
+    spec = {
+        "whole": Tap("part"),
+        "field": Tap("part", output="value"),
+        "last_field": Tap("part", output="table"),
+        "of_dict": Tap("as_dict", output=3),
+        "chosen": Tap("part", output="pair", select=slice(0, None)),
+    }
+    model = Holder(Structured())
+    model.as_dict = AsDict()
+    captured = fxc.compile(model, spec, backend="eager")
+
+    result = assert_parity(captured, rows())
+
+    assert result.differences == dict.fromkeys(spec, 0.0)
+    assert result.scales["field"] == (rows() * 2).abs().max()
+    assert str(result).splitlines()[-1].split() == ["(output)", "0"]
+
+
+def test_a_run_without_its_output_is_verified_by_its_records() -> None:
+    captured = fxc.compile(mlp(), {"r": "2"}, backend="eager", keep_output=False)
+
+    result = assert_parity(captured, rows(), tolerance=0.0)
+
+    assert result.output_difference is None
+    assert "(output)" not in str(result)
+
+
+@pytest.mark.parametrize(
+    ("part", "tap"),
+    [
+        (nn.TransformerEncoderLayer(WIDTH, 2, dropout=0.0).eval(), "part.linear1"),
+        (nn.TransformerEncoderLayer(WIDTH, 2, dropout=0.0).eval(), "part"),
+    ],
+)
+def test_what_torch_fuses_is_verified_unfused(part: nn.Module, tap: str) -> None:
+    captured = fxc.compile(Holder(part), {"r": tap}, backend="eager")
+    enabled = torch.backends.mha.get_fastpath_enabled()
+
+    with torch.no_grad():
+        result = assert_parity(captured, rows(2, 3, WIDTH))
+
+    assert result.scales["r"] > 0
+    assert torch.backends.mha.get_fastpath_enabled() == enabled
+
+
+class Changes(nn.Module):
+    """Returns one thing when it runs and another when it is compiled."""
+
+    def __init__(self, run: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run, self.compiled = run, compiled
+
+    def forward(self, h):
+        return self.compiled(h) if torch.compiler.is_compiling() else self.run(h)
+
+
+@pytest.mark.parametrize(
+    ("run", "compiled", "what"),
+    [
+        (lambda h: h * 2, lambda h: h[:1], r"r\[0\] is 'torch.float32\[1, 8\]'"),
+        (lambda h: h * 2, lambda h: h.double(), r"r\[0\] is 'torch.float64\[3, 8\]'"),
+        (lambda h: h * 2, lambda h: None, r"r\[0\] is 'NoneType'"),
+        (lambda h: (h * 2,), lambda h: [h * 2], r"r\[0\] is 'list'"),
+        (lambda h: {"a": h}, lambda h: {"b": h}, r"r\[0\] is 'dict'"),
+        (lambda h: (h * 2, 1.0), lambda h: (h * 2, 2.0), r"r\[0\]\[1\] is 2.0"),
+    ],
+    ids=["shape", "dtype", "none", "list", "keys", "constant"],
+)
+def test_what_is_no_number_is_an_error_of_its_own(run, compiled, what: str) -> None:
+    model = Holder(Changes(run, compiled))
+    captured = fxc.compile(model, {"r": "part"}, backend="eager")
+
+    with pytest.raises(VerificationError, match=what):
+        verify(captured, rows())
+
+
+class CalledMore(Holder):
+    def forward(self, h):
+        if torch.compiler.is_compiling():
+            h = self.part(h)
+        return self.part(h)
+
+
+def test_a_call_more_is_an_error_of_its_own() -> None:
+    captured = fxc.compile(CalledMore(nn.Tanh()), {"r": "part"}, backend="eager")
+
+    with pytest.raises(VerificationError, match="record 'r' has 2 positions") as caught:
+        verify(captured, rows())
+    assert caught.value.why == "the eager reference has 1"
