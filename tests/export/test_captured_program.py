@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import json
 import subprocess
 import sys
@@ -59,6 +60,17 @@ class Model(nn.Module):
         y = self.part(x * scale).mixed
         self.count.add_(1)
         return self.tail(y), 7
+
+
+class Holder(nn.Module):
+    """Uses what its part returns, which an export could not return."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return self.part(x)[0]["x"]
 
 
 ROWS = ({0: torch.export.Dim("rows", min=2)}, None)
@@ -153,6 +165,45 @@ def test_classes_that_are_not_loaded_have_stand_ins(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert type(here) is Parts
     assert type(here.scores) is Scores
+
+
+class Side(enum.Enum):
+    LEFT = 1
+    PAIR = (2, 3)
+
+
+class Named(dict):
+    pass
+
+
+@dataclasses.dataclass
+class Nothing:
+    pass
+
+
+class Constants(nn.Module):
+    def forward(self, x):
+        table = Named(kind=torch.float16, place=torch.device("cpu"), x=x * 2)
+        return table, (Side.LEFT, Side.PAIR), Nothing()
+
+
+def test_constants_and_their_classes_survive_being_written() -> None:
+    model, x = nn.Sequential(Constants()), torch.ones(3)
+    text = export(Holder(model), (x,), spec={"r": Tap("part")}).manifest.to_json()
+    here, elsewhere = (
+        Manifest.from_json(t).records[0].slots[0].structure.build(lambda i: x, int)  # type: ignore[union-attr]
+        for t in (text, text.replace(__name__, "not_loaded"))
+    )
+
+    for table, _, _ in (here, elsewhere):
+        assert table["kind"] is torch.float16
+        assert table["place"] == torch.device("cpu")
+    assert type(here[0]) is Named
+    assert type(elsewhere[0]) is dict
+    assert here[1] == (Side.LEFT, Side.PAIR)
+    assert elsewhere[1] == (1, "PAIR")  # an enum's number, else its name
+    assert here[2] == Nothing()
+    assert elsewhere[2] == ()
 
 
 def test_a_manifest_survives_being_written(tmp_path: Path) -> None:

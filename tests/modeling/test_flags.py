@@ -62,6 +62,7 @@ EAGER_SELECTIONS = [
     (torch.tensor(2), [2]),
     (torch.tensor([1, -1]), [1, 4]),
     ([torch.tensor(0)], [0]),
+    ([np.bool_(True), np.bool_(False)], [0, 1]),
     (np.bool_(True), ALL),
     (np.bool_(False), None),
     (torch.tensor(True), ALL),

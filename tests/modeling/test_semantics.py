@@ -588,6 +588,21 @@ def test_the_spec_of_a_head_and_of_several_sub_models() -> None:
     assert spec["decoder_attentions"].target.parts[0] == "decoder.layers.0.attention"
 
 
+def test_without_a_spec_what_is_declared_stands_in_the_output_too() -> None:
+    model = Model()
+    full = model(X, **BOTH)
+    output, records = fxc.compile(model, backend="eager")(X)
+
+    assert list(records) == ["hidden_states", "attentions"]
+    assert output.hidden_states is records["hidden_states"]
+    torch.testing.assert_close(output.attentions, full.attentions)
+    # A dict without such entries is left as it is.
+    assert list(fxc.compile(DictModel(), backend="eager")(X).output) == [
+        "last_hidden_state",
+        "past",
+    ]
+
+
 def test_a_spec_needs_a_declaration_and_known_names() -> None:
     with pytest.raises(LookupError, match="Linear declares nothing"):
         declared_spec(nn.Linear(2, 2))
