@@ -35,6 +35,7 @@ __all__ = [
     "surely_equal",
     "transform_function",
     "unwrap_optimized",
+    "uses_cuda_graphs",
     "while_recomputing",
     "without_disable",
 ]
@@ -179,12 +180,20 @@ def reuses_outputs(backend: Any, inner: Any) -> Callable[[torch.Tensor], bool]:
     """
     if getattr(backend, "reuses_outputs", False):
         return lambda tensor: True
-    graphs = backend == "cudagraphs"
+    graphs = uses_cuda_graphs(backend, inner)
+    return (lambda tensor: tensor.is_cuda) if graphs else (lambda tensor: False)
+
+
+def uses_cuda_graphs(backend: Any, inner: Any) -> bool:
+    """Whether a backend records CUDA graphs and replays them.
+
+    Inductor has no public way to ask.
+    """
     if isinstance(inner, torch._TorchCompileInductorWrapper):
         from torch._inductor import config
 
-        graphs = inner.config.get("triton.cudagraphs", config.triton.cudagraphs)
-    return (lambda tensor: tensor.is_cuda) if graphs else (lambda tensor: False)
+        return bool(inner.config.get("triton.cudagraphs", config.triton.cudagraphs))
+    return bool(backend == "cudagraphs")
 
 
 def without_disable(call: Callable[..., Any]) -> Callable[..., Any]:

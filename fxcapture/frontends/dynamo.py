@@ -158,6 +158,17 @@ class DynamoProgram:
     def _reused(self) -> Callable[[torch.Tensor], bool]:
         return _compat.reuses_outputs(self._backend_given, self.inner)
 
+    @functools.cached_property
+    def asynchronous(self) -> bool:
+        """Whether copies to the host may run while the rest of a graph does.
+
+        Not where graphs are replayed: the next run writes over what this one copied.
+        """
+        backend = self._backend_given
+        if getattr(backend, "reuses_outputs", False):
+            return False
+        return not _compat.uses_cuda_graphs(backend, self.inner)
+
     def kept(self, taps: Sequence[Any]) -> Sequence[Any]:
         """Taps that the next run of the graph does not write over.
 

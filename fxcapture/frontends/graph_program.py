@@ -88,6 +88,12 @@ def _picking(call: Compiled, inputs: Sequence[int]) -> Compiled:
     return picked
 
 
+def wait_for(graph_module: fx.GraphModule) -> None:
+    """Wait for the copies to the host that a run of a graph has queued."""
+    for device in graph_module.meta.get(passes.WAITS, ()):
+        torch.accelerator.current_stream(device).synchronize()
+
+
 def places_of(graph_module: fx.GraphModule) -> dict[TapKey, int]:
     """What each output behind the model's own is, and where it stands there."""
     keys: tuple[TapKey, ...] = graph_module.meta[passes.OUTPUTS]
@@ -195,6 +201,7 @@ class WholeGraph:
             plan.wanted_sizes(),
             prune=not self._program.keep_output,
             share_masks=self._program.share_masks,
+            asynchronous=self._program.asynchronous,
         )
         inputs: tuple[int, ...] | None = None
         if not self._program.keep_output:
@@ -235,6 +242,7 @@ class WholeGraph:
         variant = self._variant(frame.selection)
         frame.started = True
         out = variant.call(*args)
+        wait_for(variant.graph_module)
         taps = self._program.kept(out[variant.num_own :])
         frame.delivered = variant.records(taps)
         self._program.last_sites = self._marked.sites
@@ -342,7 +350,12 @@ class Piece:
     ) -> _PieceVersion:
         program = self._program
         made = passes.rewrite(
-            kept, marked, wanted, sizes, share_masks=program.share_masks
+            kept,
+            marked,
+            wanted,
+            sizes,
+            share_masks=program.share_masks,
+            asynchronous=program.asynchronous,
         )
         tokens = frozenset(t for t in self._tokens if t is not None)
         passes.drop_inputs(made, tokens)
@@ -377,6 +390,7 @@ class Piece:
         out = full(args)
         if not self.sites:
             return out
+        wait_for(full.graph_module)
         taps = self._program.kept(out[full.num_own :])
         self._deliver(frame, args, taps)
         return out[: full.num_own]

@@ -13,6 +13,7 @@
 ``locate_tokens``      which input names each mark's module (an analysis)
 ``share_mask_conversion``  make a mask's additive form once for all layers (Inductor)
 ``prune_unneeded``     end the graph where its outputs end (records only)
+``copy_asynchronously``  let copies to the host run beside what follows (CUDA)
 ``verify_graph``       check what must hold afterwards
 =====================  ===============================================================
 """
@@ -30,6 +31,7 @@ from fxcapture.passes.collect_marks import (
     mark_sites,
     pair_hooked,
 )
+from fxcapture.passes.copy_asynchronously import WAITS, copy_asynchronously
 from fxcapture.passes.drop_inputs import KEPT_INPUTS, drop_inputs, tensor_inputs
 from fxcapture.passes.erase_marks import erase_marks
 from fxcapture.passes.extend_outputs import OUTPUTS, extend_outputs
@@ -50,8 +52,10 @@ from fxcapture.plan import Leaf
 __all__ = [
     "KEPT_INPUTS",
     "OUTPUTS",
+    "WAITS",
     "MarkedSites",
     "collect_marks",
+    "copy_asynchronously",
     "copy_graph_module",
     "drop_inputs",
     "erase_marks",
@@ -83,6 +87,7 @@ def rewrite(
     *,
     prune: bool = False,
     share_masks: bool = False,
+    asynchronous: bool = False,
 ) -> fx.GraphModule:
     """A copy of a marked graph whose extra outputs are the wanted values.
 
@@ -95,6 +100,7 @@ def rewrite(
         wanted_sizes: Site index to the integer leaves to bring out.
         prune: End the graph at the last operation that an output needs.
         share_masks: Convert boolean attention masks once for all layers.
+        asynchronous: Whoever runs the graph waits for the devices in ``meta[WAITS]``.
 
     Raises:
         UnreachableValueError: a wanted value cannot leave a body.
@@ -111,6 +117,8 @@ def rewrite(
         prune_unneeded(made)
     if share_masks:
         share_mask_conversion(made)
+    if asynchronous:
+        copy_asynchronously(made)
     for owner in {id(o): o for o, _, _ in walk(made)}.values():
         owner.recompile()
     verify_graph(made)
