@@ -147,6 +147,7 @@ def _whole(spec: CaptureSpec) -> CaptureSpec:
                 point=tap.point,
                 initial=tap.initial,
                 optional=tap.optional,
+                attention=tap.attention,  # refused: nothing has watched the graph
             )
             for name, tap in spec.items()
         }

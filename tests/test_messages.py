@@ -6,6 +6,8 @@ and says what to do.
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -437,3 +439,27 @@ def test_the_tensor_beside_such_an_object_can_be_had() -> None:
 def test_errors_stand_in_one_tree_and_are_builtin_errors_too(child, parents) -> None:
     assert issubclass(child, FxCaptureError)
     assert all(issubclass(child, parent) for parent in parents)
+
+
+def test_an_error_that_was_pickled_says_the_same() -> None:
+    error = failure_of(TargetNotFoundError, encoder(), {"r": Tap("layer.1.attn")})
+
+    again = pickle.loads(pickle.dumps(error))
+
+    assert type(again) is TargetNotFoundError
+    assert str(again) == str(error)
+    assert again.nearest == error.nearest
+
+
+class Anything(nn.Module):
+    def forward(self, *args, **kwargs):
+        return args[0] * 2
+
+
+@pytest.mark.parametrize("which", [1, "named"])
+def test_an_argument_that_the_call_did_not_have_is_named(which) -> None:
+    tap = Tap("0", point="input", output=which)
+
+    error = failure_of(ElementError, nn.Sequential(Anything()), {"r": tap}, rows())
+
+    says(error, "record 'r'", f"without the argument {which!r}", "names no parameters")

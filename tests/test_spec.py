@@ -135,3 +135,18 @@ def test_a_one_shot_iterable_of_pairs_is_read_once() -> None:
     spec = CaptureSpec((name, "layers.0") for name in ("a", "b"))
 
     assert list(spec) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        ('"float16"', '"float17"', "no attribute 'float17'"),
+        ('"dtype"', '"dytpe"', "unexpected keyword argument 'dytpe'"),
+        ('"target"', '"traget"', "KeyError: 'target'"),
+    ],
+)
+def test_a_stored_tap_that_cannot_be_read_is_quoted(old, new, why) -> None:
+    text = CaptureSpec({"r": Tap("a", dtype=torch.float16)}).to_json()
+
+    with pytest.raises(ValueError, match=f"is not a stored tap(?s:.*){why}"):
+        CaptureSpec.from_json(text.replace(old, new))

@@ -7,7 +7,8 @@ import torch
 from torch import fx, nn
 
 from fxcapture import Tap
-from fxcapture.errors import AmbiguousSiteError
+from fxcapture.attention import Attention
+from fxcapture.errors import AmbiguousSiteError, UnsupportedOutputError
 from fxcapture.instrument import instrument
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
@@ -208,6 +209,19 @@ def test_a_module_of_torch_hides_what_it_calls() -> None:
         instrument(gm, {"x": Tap(nn.Linear)})
     records = instrument(gm, {"x": Tap(nn.MultiheadAttention, output=0)})(X).records
     torch.testing.assert_close(records["x"], (model(X),))
+
+
+class Fused(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+@BOTH
+def test_attention_weights_are_not_in_a_graph_that_nothing_watched(make) -> None:
+    graph = make(nn.Sequential(Fused()))
+
+    with pytest.raises(UnsupportedOutputError, match="made without watching it"):
+        instrument(graph, {"x": Tap("0", attention=Attention())})
 
 
 # -------------------------------------------------------------------- exported programs
