@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxcapture as fxc
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError, TraceError
 from fxcapture.fake_run import Fakes
-from fxcapture.liveness import timeline_of
+from fxcapture.liveness import Timeline, timeline_of
 from fxcapture.memory import Estimate, estimate, format_bytes
 
 transformers = pytest.importorskip("transformers")
@@ -192,6 +192,8 @@ def test_a_view_keeps_its_base_alive() -> None:
 
     # x + 1 (32 bytes) is alive through its first element until the concatenation.
     assert line.peak_bytes == 32 + 32 + 36
+    assert repr(line) == f"Timeline({len(line.live_bytes)} nodes, peak 100 bytes)"
+    assert Timeline(live_bytes=(), paths=()).peak_path == ""
 
 
 def test_a_large_model_on_meta_is_neither_allocated_nor_changed() -> None:

@@ -244,3 +244,10 @@ def test_a_list_is_the_union_in_module_order(
 
     order = [name for name, _ in model.named_modules()]
     assert list(found) == [p for p in order if p in set().union(*each)]
+
+
+def test_a_child_that_is_none_is_no_module() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model.register_module("shortcut", None)
+
+    assert Selector.of("*").match(ModuleTable(model)) == ("0", "1")

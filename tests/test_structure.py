@@ -210,6 +210,8 @@ def test_an_int_names_an_element_as_indexing_does(items: list[int], data: Any) -
         (Point(1, 2), "y", 2),
         (Point(1, 2), -1, 2),
         (Frozen(1, 2), "second", 2),
+        (Frozen(None, 2), 0, 2),
+        (Frozen(1, 2), -1, 2),
         (torch.topk(torch.arange(4.0), 2), "indices", torch.tensor([3, 2])),
         ((1, 2), None, (1, 2)),
         (7, 0, 7),

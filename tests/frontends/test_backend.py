@@ -96,6 +96,8 @@ def test_the_registered_backend_takes_its_spec_from_the_options() -> None:
         compiled(torch.randn(3, 4))
 
     assert set(records) == {"linear", "first"}
+    assert len(records) == 2
+    assert repr(records) == "Recording(1 calls)"
     with pytest.raises(SpecTypeError, match="no spec"):
         dynamo_backend(torch.fx.symbolic_trace(Model()), [])
 

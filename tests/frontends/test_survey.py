@@ -48,6 +48,14 @@ def test_it_prints_as_a_table() -> None:
     assert "192 B" in text
 
 
+def test_it_shows_its_table_where_it_is_typed() -> None:
+    found = sites(Twice(), (torch.zeros(3, 8),))
+
+    assert len(found) == 2
+    assert repr(found) == f"Survey(2 points)\n{found}"
+    assert repr(found.sites) == f"SiteTable(3 sites)\n{found.sites}"
+
+
 def test_a_model_of_70_billion_parameters_needs_no_memory() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

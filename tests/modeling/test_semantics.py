@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxcapture as fxc
+from fxcapture.collect import by_value
 from fxcapture.modeling import (
     OutputRecorder,
     capture_outputs,
@@ -42,6 +43,7 @@ from tests.modeling.toys import (
     expected,
     picked,
 )
+from tests.reference import difference
 
 X = torch.randn(2, 3, DIM)
 BOTH = {"output_hidden_states": True, "output_attentions": True}
@@ -624,3 +626,14 @@ def test_in_place_blocks_do_not_alias_entries() -> None:
 def test_dict_models_take_both_records() -> None:
     output = DictModel()(X, **BOTH)
     assert list(output) == ["last_hidden_state", "past", "hidden_states", "attentions"]
+
+
+def test_entries_that_a_module_returned_in_containers_are_copied_too() -> None:
+    x = torch.ones(2)
+    value = (x, [x, {"a": x, "b": "text"}], None)
+
+    copied = by_value(value)
+    x.zero_()
+
+    one = torch.ones(2)
+    assert difference((one, [one, {"a": one, "b": "text"}], None), copied) == ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from torch import fx
+from torch import fx, nn
 
 from fxcapture import passes
 from fxcapture.testing import check_pass
@@ -83,3 +83,36 @@ def test_inputs_stay_since_the_caller_passes_them() -> None:
     passes.prune_unneeded(gm)
 
     assert readable(gm).splitlines()[0] == "x = input"
+
+
+def test_what_a_sub_graph_or_a_module_does_counts() -> None:
+    def body(write: bool) -> fx.GraphModule:
+        def build(graph, x):
+            copied = graph.call_method("clone", (x,))
+            if write:
+                graph.call_method("mul_", (x, 3))
+            return copied
+
+        return graph_of(build)
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for write in (True, False):
+        inner = graph.get_attr(f"body_{write}")
+        graph.call_function(torch.ops.higher_order.wrap, (inner, x))
+    graph.call_module("inside", (x,))
+    graph.output((graph.call_function(torch.sin, (x,)),))
+    root = {"body_True": body(True), "body_False": body(False), "inside": nn.ReLU()}
+
+    made = passes.prune_unneeded(fx.GraphModule(root, graph)).graph_module
+
+    assert readable(made) == pinned(
+        """
+        x = input
+        body_True = body_True()
+        wrap = wrap(body_True, x)
+        inside = inside(x)
+        sin = sin(x)
+        return ((sin))
+        """
+    )

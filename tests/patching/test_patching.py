@@ -48,6 +48,7 @@ class MoE(Base):
         "by_name": "Experts",
         "in_list": [Experts, OutputRecorder(Attention, index=1)],
         "unrelated": OutputRecorder(class_name="attention"),
+        "nothing": None,
     }
 
     def __init__(self, experts: type[nn.Module] = Experts) -> None:
