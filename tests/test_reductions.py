@@ -298,3 +298,23 @@ def test_verify_knows_the_inputs_of_reductions() -> None:
     found = fxc.verify(captured, IDS, MASK, capture_inputs={"positions": POSITIONS})
 
     assert max(found.differences.values()) < 1e-6
+
+
+class TakesMore(Encoder):
+    def forward(self, ids, *more, attention_mask=None):
+        return super().forward(ids)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_position_behind_the_named_ones_is_no_mask(exported: bool) -> None:
+    model = TakesMore()
+    spec = {"h": fxc.Tap("layers.*", reduce=reductions.mean("attention_mask"))}
+    run = (
+        fxc.export(model, (IDS, MASK), spec=spec)
+        if exported
+        else fxc.compile(model, spec, backend="eager")
+    )
+
+    (*_, last) = run(IDS, MASK).records["h"]
+
+    torch.testing.assert_close(last, model.states(IDS)[-1].mean(1))

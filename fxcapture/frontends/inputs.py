@@ -65,7 +65,8 @@ def find_inputs(
     if not wanted:
         return {}
     parameters = describe_forward(model)
-    passed = dict(zip(parameters.names, args, strict=False)) | dict(kwargs)
+    positional = parameters.names[: parameters.positional]
+    passed = dict(zip(positional, args, strict=False)) | dict(kwargs)
     found: dict[str, Any] = {}
     for source, (record, reduction) in wanted.items():
         if source in given:
@@ -102,7 +103,7 @@ def find_places(
         SpecTypeError: see :func:`find_inputs`.
         SpecError: ``capture_inputs`` has a name that the model's forward has too.
     """
-    names = describe_forward(model).names
+    names, _, _, _, positional = describe_forward(model)
     for name in capture_inputs:
         if name in names or name in kwargs:
             raise SpecError(
@@ -116,7 +117,8 @@ def find_places(
             places[name] = name
         else:
             position = names.index(name)
-            places[name] = position if position < len(args) else None
+            given = position < min(len(args), positional)
+            places[name] = position if given else None
     return places
 
 
