@@ -257,21 +257,46 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("wanted", [Attention(), Attention([2, 0], slice(1, None, 2))])
+@pytest.mark.parametrize(
+    ("wanted", "heads", "queries"),
+    [
+        (Attention(), slice(None), slice(None)),
+        (Attention([2, 0], slice(1, None, 2)), [2, 0], slice(1, None, 2)),
+        (Attention([3], [-1]), [3], slice(4, None)),
+    ],
+)
 @pytest.mark.parametrize("what", VARIANTS)
-def test_weights_are_what_the_kernel_reads(what: str, wanted: Attention) -> None:
+def test_weights_are_what_the_kernel_reads(
+    what: str, wanted: Attention, heads: Any, queries: slice
+) -> None:
     fields: dict[str, Any] = {
         "mask": None, "is_causal": False, "scale": None, "enable_gqa": False,
     } | VARIANTS[what]  # fmt: skip
     query = torch.randn(2, 4, 5, 8)
     key = torch.randn(2, 2 if fields["enable_gqa"] else 4, 6, 8)
     call = FusedCall(query, key, **fields)
-    expected = kernel_weights(call)
-    if wanted.heads is not None:
-        expected = expected[:, [2, 0]][:, :, 1::2]
+    expected = kernel_weights(call)[:, heads][:, :, queries]
 
     got = attention_weights(call, wanted)
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [torch.rand(6, 6) < 0.8, torch.randn(6, 6)],
+    ids=["boolean", "additive"],
+)
+def test_a_mask_and_is_causal_both_hold(mask: torch.Tensor) -> None:
+    if mask.dtype == torch.bool:
+        mask[:, 0] = True
+    # Of these sizes the kernel takes both; of others it raises.
+    query, key = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6)
+    call = FusedCall(query, key, mask, is_causal=True, scale=None, enable_gqa=False)
+
+    got = attention_weights(call, Attention())
+
+    torch.testing.assert_close(got, kernel_weights(call), rtol=1e-5, atol=1e-6)
+    assert torch.equal(got, got.tril())
 
 
 MASKS: dict[str, Any] = {
