@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,42 @@ README = (
 )
 
 
+#: The same for docs/comparison.md; a peer that was not there has no figure.
+COMPARISON = tuple(
+    ("peers", f"{variant} / plain", words)
+    for variant, words in (
+        ("fxcapture, compiled", "fxcapture, compiled"),
+        ("fxcapture, compiled, records only", "the same, `keep_output=False`"),
+        ("forward hooks, compiled", "forward hooks, compiled (where they survive)"),
+        ("transformers, compiled", "transformers, compiled, all states"),
+        ("eager, no capture", "eager model, no capture"),
+        ("forward hooks, eager", "forward hooks, eager"),
+        ("transformers, eager", "transformers, eager, all states"),
+        ("nnsight, eager", "nnsight, eager"),
+        ("torchlens, eager", "torchlens, eager"),
+        ("TransformerLens", "TransformerLens, eager"),
+    )
+)
+
+
 def readme_table(out: Path) -> str:
     """The figures that README shows, made from the results files."""
+    return _table(out, README, "captured over plain", "benchmarks/results/")
+
+
+def comparison_table(out: Path) -> str:
+    """The figures that docs/comparison.md shows."""
+    return _table(out, COMPARISON, "time per call over plain compiled")
+
+
+def _table(
+    out: Path,
+    figures: Sequence[tuple[str, str, str]],
+    head: str,
+    link: str | None = None,
+) -> str:
     rows = []
-    for name, figure, words in README:
+    for name, figure, words in figures:
         path = out / f"{name}.json"
         if not path.is_file():
             continue
@@ -116,8 +149,10 @@ def readme_table(out: Path) -> str:
             text = f"{value:.2f}"
         else:
             continue
-        source = f"[{name}](benchmarks/results/{name}.md)"
-        rows.append({"captured over plain": words, "ratio": text, "results": source})
+        row = {head: words, "ratio": text}
+        if link is not None:
+            row["results"] = f"[{name}]({link}{name}.md)"
+        rows.append(row)
     return markdown_table(rows)
 
 

@@ -267,12 +267,24 @@ def _thread_collects() -> bool:
     return is_collecting()
 
 
+def _session() -> _Session | None:
+    """What this thread collects in; asked outside of every graph.
+
+    A thread that traces and does not collect may meet what another one put there.  In
+    the pieces of a model that collects eagerly, a piece ends here: Dynamo would trace
+    the collecting as a part of it (from torch 2.14 on, which knows context variables),
+    once and for all runs of the piece.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        if not _thread_collects():
+            return None
+        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+    return _active.get()
+
+
 def _dispatcher(place: _Place, original: Callable[..., Any]) -> Callable[..., Any]:
     def dispatch(*args: Any, **kwargs: Any) -> Any:
-        # A thread that traces and does not collect may meet this one's dispatcher.
-        if torch.compiler.is_dynamo_compiling() and not _thread_collects():
-            return original(*args, **kwargs)
-        session = _active.get()
+        session = _session()
         duty = None if session is None else session.duties.get(place)
         if session is None or duty is None:
             return original(*args, **kwargs)
@@ -307,7 +319,7 @@ untraced(_dispatcher((0, ""), print))
 
 def _hooks(place: _Place) -> tuple[Callable[..., None], Callable[..., None]]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        session = _active.get()
+        session = _session()
         if session is None or (duty := session.duties.get(place)) is None:
             return None
         session.join_checkpoint()
@@ -320,7 +332,7 @@ def _hooks(place: _Place) -> tuple[Callable[..., None], Callable[..., None]]:
         return (args, without_flag(kwargs)) if duty.fused else None
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        session = _active.get()
+        session = _session()
         if session is not None and (duty := session.duties.get(place)) is not None:
             start, watch = session.starts.pop()
             if watch is not None:

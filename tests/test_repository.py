@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.__main__ import README, readme_table
+from benchmarks.__main__ import README, comparison_table, readme_table
 
 ROOT = Path(__file__).parent.parent
 GITHUB = ROOT / ".github"
@@ -106,3 +106,10 @@ def test_the_table_in_readme_is_made_from_the_results() -> None:
 
     assert table.count("\n") == len(README) + 1
     assert table in (ROOT / "README.md").read_text()
+
+
+def test_the_table_in_the_comparison_is_made_from_the_results() -> None:
+    table = comparison_table(ROOT / "benchmarks" / "results")
+
+    assert "fxcapture, compiled" in table
+    assert table in (ROOT / "docs" / "comparison.md").read_text()
