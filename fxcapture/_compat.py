@@ -28,6 +28,7 @@ __all__ = [
     "is_transformed",
     "late_compilation",
     "no_tracing",
+    "override_states",
     "resolve_backend",
     "reuses_outputs",
     "schemas_of",
@@ -64,10 +65,7 @@ def is_traced() -> bool:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether something runs between ``forward`` and the module's caller.
-
-    There is no public way to ask whether a module has hooks.
-    """
+    """Whether something runs between ``forward`` and its caller; no public way."""
     return bool(module._forward_hooks or torch.nn.modules.module._global_forward_hooks)
 
 
@@ -83,6 +81,14 @@ def is_compiled_in_place(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
+def override_states(modules: Sequence[nn.Module]) -> list[tuple[bool, bool]]:
+    """What decides how modules have to be overridden: hooked, compiled in place."""
+    hooked = bool(torch.nn.modules.module._global_forward_hooks)
+    return [
+        (hooked or bool(m._forward_hooks), is_compiled_in_place(m)) for m in modules
+    ]
+
+
 def unwrap_optimized(model: nn.Module) -> nn.Module:
     """The module that ``torch.compile(module)`` wrapped; others as they are.
 
@@ -94,7 +100,7 @@ def unwrap_optimized(model: nn.Module) -> nn.Module:
 
 
 def is_higher_order(node: fx.Node) -> bool:
-    """Whether a node calls a higher-order operator (one that takes sub-graphs)."""
+    """Whether a node calls an operator that takes sub-graphs."""
     return node.op == "call_function" and isinstance(
         node.target, torch._ops.HigherOrderOperator
     )
@@ -175,8 +181,7 @@ def is_dense(value: torch.Tensor) -> bool:
 def reuses_outputs(backend: Any, inner: Any) -> Callable[[torch.Tensor], bool]:
     """Which outputs of a compiled graph its next run may write over.
 
-    CUDA graphs replay into the same memory.  A backend of one's own says that it does
-    so with an attribute ``reuses_outputs``.
+    CUDA graphs replay into the same memory; other backends say so by an attribute.
     """
     if getattr(backend, "reuses_outputs", False):
         return lambda tensor: True
@@ -185,10 +190,7 @@ def reuses_outputs(backend: Any, inner: Any) -> Callable[[torch.Tensor], bool]:
 
 
 def uses_cuda_graphs(backend: Any, inner: Any) -> bool:
-    """Whether a backend records CUDA graphs and replays them.
-
-    Inductor has no public way to ask.
-    """
+    """Whether a backend replays CUDA graphs; Inductor has no public way to ask."""
     if isinstance(inner, torch._TorchCompileInductorWrapper):
         from torch._inductor import config
 
@@ -199,14 +201,11 @@ def uses_cuda_graphs(backend: Any, inner: Any) -> bool:
 def without_disable(call: Callable[..., Any]) -> Callable[..., Any]:
     """What ``torch.compiler.disable`` wrapped; others as they are.
 
-    Backends wrap what they return, and Dynamo what a backend returns.  It takes the
-    inner wrapper away, to disable once; so do we who stand between the two.
+    Backends wrap what they return, and Dynamo again, which first takes that away; so
+    do we who stand between the two.
     """
     while getattr(call, "_torchdynamo_disable", False):
-        inner = getattr(call, "_torchdynamo_orig_callable", None)
-        if inner is None:
-            break
-        call = inner
+        call = call._torchdynamo_orig_callable  # type: ignore[attr-defined]
     return call
 
 

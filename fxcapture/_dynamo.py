@@ -1,6 +1,6 @@
 """What decorated calls need of Dynamo beyond its public interface.
 
-Tested on torch 2.13.0.  Nothing here imports Dynamo: a process that never compiles
+Tested on torch 2.13.0 and 2.14.1.  Nothing here imports Dynamo: a process that never compiles
 never loads it.
 """
 
@@ -18,6 +18,7 @@ __all__ = [
     "allow_collection_in_checkpoints",
     "begin_tracing",
     "end_collection",
+    "end_piece",
     "outside_dynamo",
     "untraced",
 ]
@@ -81,6 +82,11 @@ def begin_tracing() -> None:
     # Again with every trace, since torch._dynamo.reset() may take it back.
     for code in _untraced:
         torch._dynamo.eval_frame.skip_code(code)
+
+
+def end_piece() -> None:
+    """End the graph that is being traced; called in a trace only."""
+    torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
 
 
 def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:

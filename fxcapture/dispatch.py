@@ -30,7 +30,7 @@ from torch import nn
 
 from fxcapture import _compat
 from fxcapture._compat import constant, no_tracing
-from fxcapture._dynamo import outside_dynamo, untraced
+from fxcapture._dynamo import end_piece, outside_dynamo, untraced
 from fxcapture.attention import FlexCall, FusedCall, WatchFused
 from fxcapture.collect import (
     Collector,
@@ -278,7 +278,7 @@ def _session() -> _Session | None:
     if torch.compiler.is_dynamo_compiling():
         if not _thread_collects():
             return None
-        torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+        end_piece()
     return _active.get()
 
 

@@ -79,12 +79,17 @@ class _Window:
     Args:
         select: Positions, in frozen form.
         initial: Position 0 is the first hit's input.
+        inputs: Every position is a hit's input.
     """
 
-    __slots__ = ("_all", "_count", "_initial", "_select", "_tail", "_tail_length")
+    __slots__ = (
+        "_all", "_count", "_first", "_initial", "_inputs", "_select", "_tail",
+        "_tail_length",
+    )  # fmt: skip
 
-    def __init__(self, select: Any, initial: bool) -> None:
+    def __init__(self, select: Any, initial: bool, inputs: bool) -> None:
         self._select = select
+        self._inputs = inputs
         self._initial = initial
         self._count = 0
         self._all = select is None
@@ -94,12 +99,18 @@ class _Window:
         elif select is not None:
             bounds = (select.start, select.stop, select.step)
             self._all = any(b is not None and b < 0 for b in bounds)
+        # From the end, position 0 is as good as any until the call is over.
+        negative = self._all or self._tail_length > 0
+        self._first = initial and (negative or self._is_selected(0))
         self._tail: collections.deque[Event] = collections.deque()
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there was no hit yet."""
-        return self._count == 0
+    def wants_entry(self) -> bool:
+        """Whether what a call that begins now receives may be selected.
+
+        Positions are counted when calls return, so that others may come before it.
+        """
+        return self._inputs or (self._first and self._count == 0)
 
     def may_select(self, hits: int) -> bool:
         """Whether one of so many next hits may be selected."""
@@ -111,9 +122,13 @@ class _Window:
         Args:
             ahead: Ask of the one so many hits later.
         """
-        if self._all or (self._initial and self._count + ahead == 0):
+        hit = self._count + ahead
+        if self._all or (self._first and hit == 0):
             return True
-        position = self._count + ahead + self._initial
+        return self._is_selected(hit + self._initial)
+
+    def _is_selected(self, position: int) -> bool:
+        """Whether a position is selected by one that counts from the start."""
         if isinstance(self._select, tuple):
             return position in self._select
         # A slice without negative bounds: positions up to this one decide.
@@ -187,7 +202,9 @@ class Frame:
         if self._made is None:
             chosen = dict(self.selection)
             self._made = {
-                name: _Window(chosen.get(name, tap.select), tap.initial)
+                name: _Window(
+                    chosen.get(name, tap.select), tap.initial, tap.point == "input"
+                )
                 for name, tap in self._spec.items()
             }
         return self._made
@@ -214,16 +231,9 @@ class Frame:
         return any(self._windows[name].may_select(n) for name, n in hits.items())
 
     def wants_entry(self, records: Iterable[str]) -> bool:
-        """Whether what a call that begins now receives may be selected.
-
-        Positions are counted when calls return, so that others may come before it.
-        """
-        for name in records:
-            tap = self._spec[name]
-            first = tap.initial and self._windows[name].is_empty
-            if first or tap.point == "input":
-                return True
-        return False
+        """Whether what a call that begins now receives may be selected."""
+        windows = self._made or self._windows
+        return any(windows[name].wants_entry for name in records)
 
     def add(self, event: Event, records: Iterable[str], *, final: bool) -> None:
         """Append an event, and let go of values that can no longer be selected.
@@ -238,7 +248,7 @@ class Frame:
         if not final:
             event.claims = 1
             return
-        windows = self._windows
+        windows = self._made or self._windows
         for name in records:
             windows[name].push(event)
         if not event.claims:

@@ -335,6 +335,8 @@ def _observed(
             entries = encode(bound, seen, entry_sizes)
         # Copied now: the module may write to its input before it returns.
         derived = [t.clone() for t in seen] if copies else seen
+        if not (copies or requests or attention):
+            derived = []
         for request in requests:
             if 0 <= request.entry < len(wanted_entries):
                 for i in entry_leaves(entries, request.entry):

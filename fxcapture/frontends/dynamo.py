@@ -419,8 +419,8 @@ class DynamoProgram:
             structure,
             entries,
             hooked,
-            tuple(map(int, sizes)),
-            tuple(map(int, entry_sizes)),
+            tuple(map(int, sizes)) if sizes else (),
+            tuple(map(int, entry_sizes)) if entry_sizes else (),
             tuple([t.shape for t in result]),
             tuple([t.dtype for t in result]),
         )
@@ -435,6 +435,8 @@ class DynamoProgram:
         if event.claims:
             tensors, own = {}, {}
             for leaf in leaves:
+                if leaf.kind == "derived" and not derived:
+                    continue  # what it received cannot be selected any more
                 value = (result if leaf.kind == "result" else derived)[leaf.index]
                 tensors[leaf] = leaf.snapshot(value)
                 # Autograd recorded it, and it shares no memory with a parameter.

@@ -137,7 +137,7 @@ class Overrides:
             self._tree is not None
             and self._tree.is_same()
             # Otherwise other attributes would have to be overridden by now.
-            and list(map(_state, self._overridden)) == self._states
+            and _compat.override_states(self._overridden) == self._states
         ):
             return
         self._tree = _Tree(self._model)
@@ -157,7 +157,7 @@ class Overrides:
             made[id(module), target.key] = self._make(target, module, runs)
         self._made = list(made.values())
         self._overridden = list({id(o.module): o.module for o in self._made}.values())
-        self._states = list(map(_state, self._overridden))
+        self._states = _compat.override_states(self._overridden)
 
     def _make_regions(self) -> Iterator[tuple[Any, _Override]]:
         table = ModuleTable(self._model)
@@ -258,17 +258,19 @@ class _Tree:
     def __init__(self, model: nn.Module) -> None:
         tables = [module._modules for module in model.modules()]
         # A scripted module's table is of another type, and nothing in it is overridden.
-        self._tables = [table for table in tables if isinstance(table, dict)]
-        self._parents = [table for table in self._tables if table]
+        tables = [table for table in tables if isinstance(table, dict)]
+        self._empty = [table for table in tables if not table]
+        self._parents = [table for table in tables if table]
         self._children = [table.values() for table in self._parents]
-        self._lengths = list(map(len, self._tables))
+        self._lengths = list(map(len, self._parents))
         self._names = list(_chain(self._parents))
         self._modules = list(_chain(self._children))
 
     def is_same(self) -> bool:
         """Whether each module has the children that it had, by the same names."""
         return (
-            list(map(len, self._tables)) == self._lengths
+            not any(self._empty)
+            and list(map(len, self._parents)) == self._lengths
             and list(_chain(self._parents)) == self._names
             # By identity: a module's class may define what equal means.
             and all(map(operator.is_, _chain(self._children), self._modules))
@@ -331,11 +333,6 @@ class _Override:
             for name in top._attributes:
                 self._slot.pop(name, None)
             top = _OVERRIDES.get(id(value)) if present else None
-
-
-def _state(module: nn.Module) -> tuple[bool, bool]:
-    """What decides how a module has to be overridden."""
-    return _compat.has_forward_hooks(module), _compat.is_compiled_in_place(module)
 
 
 #: The overrides that stand somewhere now, by the identity of their method.
