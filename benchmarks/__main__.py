@@ -115,7 +115,6 @@ COMPARISON = tuple(
         ("forward hooks, eager", "forward hooks, eager"),
         ("transformers, eager", "transformers, eager, all states"),
         ("nnsight, eager", "nnsight, eager"),
-        ("torchlens, eager", "torchlens, eager"),
         ("TransformerLens", "TransformerLens, eager"),
     )
 )

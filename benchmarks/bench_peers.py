@@ -149,18 +149,27 @@ VARIANTS: dict[str, Callable[[nn.Module, torch.Tensor], Call]] = {
     "transformers, eager": transformers_eager,
     "transformers, compiled": transformers_compiled,
     "nnsight, eager": nnsight_eager,
-    "torchlens, eager": torchlens_eager,
     "TransformerLens": transformer_lens_eager,
+}
+#: torchlens replaces functions of torch while it records.  What the process has
+#: compiled is guarded on those, and would compile anew in every round.
+APART: dict[str, Callable[[nn.Module, torch.Tensor], Call]] = {
+    "eager, no capture": eager_plain,
+    "torchlens, eager": torchlens_eager,
 }
 
 
-def prepare(report: Report, ids: torch.Tensor) -> dict[str, Call]:
+def prepare(
+    report: Report,
+    ids: torch.Tensor,
+    variants: dict[str, Callable[[nn.Module, torch.Tensor], Call]],
+) -> dict[str, Call]:
     """The variants that work, each on a model of its own with the same weights."""
     with torch.no_grad():
         states = llama(**SIZES)(ids, output_hidden_states=True).hidden_states
         expected = [states[p] for p in POSITIONS]
         ready: dict[str, Call] = {}
-        for name, make in VARIANTS.items():
+        for name, make in variants.items():
             try:
                 call = make(llama(**SIZES), ids)
                 found = call()
@@ -187,13 +196,24 @@ def run(quick: bool) -> Report:
         "the same values to 1e-4.",
     )
     ids = token_ids(4, 64)
-    ready = prepare(report, ids)
+    ready = prepare(report, ids, VARIANTS)
     with torch.no_grad(), contextlib.suppress(KeyboardInterrupt):
         times = interleaved(ready, rounds=15 if quick else 40, budget_s=120)
     report.table("Time per call", latency_rows(times, "compiled, no capture"))
     for name in ready:
         if name != "compiled, no capture":
             report.figure(f"{name} / plain", ratio(times, name, "compiled, no capture"))
+    apart = prepare(report, ids, APART)
+    if len(apart) == len(APART):
+        with torch.no_grad():
+            alone = interleaved(apart, rounds=15 if quick else 40, budget_s=60)
+        report.table(
+            "Time per call, after the others", latency_rows(alone, "eager, no capture")
+        )
+        report.figure(
+            "torchlens, eager / eager, no capture",
+            ratio(alone, "torchlens, eager", "eager, no capture"),
+        )
     report.plot(
         "peers_latency",
         "Three hidden states of a Llama 4 x 128, batch 4 x 64",

@@ -1,7 +1,7 @@
 """What decorated calls need of Dynamo beyond its public interface.
 
-Tested on torch 2.13.0 and 2.14.1.  Nothing here imports Dynamo: a process that never compiles
-never loads it.
+Tested on torch 2.13.0 and 2.14.1.  Nothing here imports Dynamo: a process that never
+compiles never loads it.
 """
 
 from __future__ import annotations
