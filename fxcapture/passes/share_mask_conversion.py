@@ -12,7 +12,9 @@ into, and hands its result to all layers.
 It changes no value: the kernels get the very numbers they would have got.
 
 Only for masks of CPU tensors, where it was measured; only where one node is the mask of
-several calls; and only where nothing writes to the mask in between.
+several calls; only where nothing writes to the mask in between; and only for masks that
+are large: a conversion that stands by itself took 3 % of a call of four layers at 64
+tokens, where Inductor fuses it into other kernels (benchmarks/bench_peers.py).
 
 Idempotent: afterwards the calls have no boolean mask.
 """
@@ -30,6 +32,8 @@ from fxcapture.passes.find_aliases import Aliases
 __all__ = ["ADDITIVE_MASK", "share_mask_conversion"]
 
 _MASK = 3  # position of ``attn_mask``
+#: Masks of fewer elements are left to Inductor; one mebibyte in float32.
+MIN_ELEMENTS = 2**18
 _LIBRARY = torch.library.Library("fxcapture", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("additive_mask(Tensor mask, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
 
@@ -78,8 +82,10 @@ def _mask(call: fx.Node) -> fx.Node | None:
     if not isinstance(found, fx.Node):
         return None
     example = found.meta.get("example_value")
-    boolean = isinstance(example, torch.Tensor) and example.dtype == torch.bool
-    return found if boolean else None
+    if not isinstance(example, torch.Tensor) or example.dtype != torch.bool:
+        return None
+    elements = example.numel()  # a symbolic number may be large
+    return None if isinstance(elements, int) and elements < MIN_ELEMENTS else found
 
 
 def _share(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -57,10 +58,29 @@ def dynamo_graph(model: nn.Module, *args: torch.Tensor) -> fx.GraphModule:
     return found[0]
 
 
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks of the sizes of these tests are large."""
+    module = importlib.import_module("fxcapture.passes.share_mask_conversion")
+    monkeypatch.setattr(module, "MIN_ELEMENTS", 0)
+
+
 def conversions(gm: fx.GraphModule) -> int:
     return sum(n.target is ADDITIVE_MASK for n in gm.graph.nodes)
 
 
+def test_a_small_mask_is_left_to_inductor() -> None:
+    gm = dynamo_graph(Model(), torch.randn(2, 6, 8), KEEP)
+    assert not share_mask_conversion(gm).modified
+
+    large = torch.ones(2, 6, dtype=torch.bool)
+    for node in gm.graph.nodes:
+        if node.target is F.scaled_dot_product_attention:
+            node.kwargs["attn_mask"].meta["example_value"] = large.new_ones(2, 512, 256)
+    assert share_mask_conversion(gm).modified
+
+
+@pytest.mark.usefixtures("any_size")
 def test_one_conversion_serves_every_layer() -> None:
     gm = dynamo_graph(Model(), torch.randn(2, 6, 8), KEEP)
     assert share_mask_conversion(gm).modified
@@ -72,6 +92,7 @@ def test_one_conversion_serves_every_layer() -> None:
     assert not share_mask_conversion(gm).modified
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_values_are_the_same_bit_for_bit_also_of_rows_that_read_nothing(
     dtype: torch.dtype,
@@ -99,6 +120,7 @@ def test_values_are_the_same_bit_for_bit_also_of_rows_that_read_nothing(
     assert torch.equal(expected, got)
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.parametrize(
     "model", [Model(1), Model(3, write=True)], ids=["one layer", "written in between"]
 )
@@ -109,6 +131,7 @@ def test_a_mask_that_cannot_be_shared_is_left(model: Model) -> None:
     assert conversions(gm) == 0
 
 
+@pytest.mark.usefixtures("any_size")
 def test_it_runs_under_inductor_only() -> None:
     for backend, expected in (("aot_eager", 0), ("inductor", 1)):
         captured = fxc.compile(Model(), {"h": "layers.1"}, backend=backend)
@@ -119,6 +142,7 @@ def test_it_runs_under_inductor_only() -> None:
         assert conversions(captured.graphs[0]) == expected
 
 
+@pytest.mark.usefixtures("any_size")
 @pytest.mark.inductor
 def test_records_and_output_are_right_under_inductor() -> None:
     captured = fxc.compile(Model(), {"h": "layers.*"}, fullgraph=True)
