@@ -197,9 +197,13 @@ class CapturedProgram:
         Args:
             *args: The model's arguments.
             **kwargs: Its keyword arguments, and the ``capture_inputs`` of the export.
+
+        Raises:
+            CaptureError: arguments are passed by position that were exported by name.
         """
         if self._module is None:
             self._module = self.program.module()
+        args, kwargs = frontend.arrange(self.program, args, kwargs)
         return Captured(*_split(self._module(*args, **kwargs), self.manifest))
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> CapturedProgram:

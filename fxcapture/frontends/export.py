@@ -36,7 +36,7 @@ from torch.export.graph_signature import (
 )
 
 from fxcapture import _compat, passes
-from fxcapture.errors import FxCaptureError, GraphError, TraceError
+from fxcapture.errors import CaptureError, FxCaptureError, GraphError, TraceError
 from fxcapture.frontends.inputs import Place, find_places, read_inputs
 from fxcapture.frontends.name_outputs import OutputNamer
 from fxcapture.manifest import OutputInfo, RecordLayout
@@ -281,6 +281,39 @@ def _rebuilt(
         raise GraphError(
             "the instrumented program is not valid", why=str(error)
         ) from error
+
+
+def arrange(
+    program: ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, passed as the program was exported with.
+
+    It takes by position what was passed by position then, and the rest by name.
+
+    Raises:
+        CaptureError: there are more by position than the program has a place for.
+    """
+    root = next(e.signature for e in program.module_call_graph if not e.fqn)
+    if root is None:
+        return args, kwargs
+    positional, by_name = root.in_spec.children()
+    names, named = root.forward_arg_names or (), list(by_name.context)
+    given, rest = list(args), dict(kwargs)
+    for name in names[len(args) : positional.num_children]:
+        if name not in rest:
+            break
+        given.append(rest.pop(name))
+    if len(given) > positional.num_children:
+        if positional.num_children or len(given) != 1 or rest or len(named) != 1:
+            raise CaptureError(
+                f"the program takes {positional.num_children} arguments by position, "
+                f"and the call passes {len(args)}",
+                why="it was exported with the others by name, which does not tell "
+                "their order",
+                remedy="pass by name: " + ", ".join(f"{n}=..." for n in named),
+            )
+        return (), {named[0]: given[0]}
+    return tuple(given), rest
 
 
 def with_plain_output(program: ExportedProgram) -> ExportedProgram:

@@ -283,3 +283,37 @@ def test_unflattened_it_gives_the_same_values() -> None:
     _, values = torch.export.unflatten(program.program)(x)
 
     torch.testing.assert_close(program.read(values)["p"][0], program(x).records["p"][0])
+
+
+class Two(nn.Module):
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x - y
+
+
+@pytest.mark.parametrize("by_name", [(), ("y",), ("y", "x")], ids=str)
+def test_arguments_are_passed_as_the_caller_likes_unless_the_order_is_unknown(
+    by_name: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = Two()
+    call = {"x": torch.tensor([5.0]), "y": torch.tensor([3.0])}
+    args = tuple(v for n, v in call.items() if n not in by_name)
+    program = export(model, args, {n: call[n] for n in by_name}, spec={"o": ""})
+    program.save(tmp_path / "p.pt2")
+
+    for one in (program, load(tmp_path / "p.pt2")):
+        assert one(**call).output == 2
+        assert one(*args, **{n: call[n] for n in by_name}).output == 2
+        if by_name:
+            with pytest.raises(CaptureError, match=r"pass by name: y=\.\.\."):
+                one(*call.values())
+        else:
+            assert one(call["x"], y=call["y"]).output == 2
+
+
+def test_the_only_argument_needs_no_name() -> None:
+    model = nn.Linear(4, 4)
+    x = torch.ones(2, 4)
+    program = export(model, (), {"input": x}, spec={"p": ""})
+
+    assert torch.equal(program(x).records["p"][0], model(x))
+    assert torch.equal(program(input=x).records["p"][0], model(x))
