@@ -295,8 +295,14 @@ def test_a_mask_and_is_causal_both_hold(mask: torch.Tensor) -> None:
 
     got = attention_weights(call, Attention())
 
-    torch.testing.assert_close(got, kernel_weights(call), rtol=1e-5, atol=1e-6)
     assert torch.equal(got, got.tril())
+    try:
+        expected = kernel_weights(call)
+    except RuntimeError as error:
+        if "attn_mask should not be set when is_causal" not in str(error):
+            raise
+        pytest.skip("this torch's kernel refuses both, from 2.14 on")
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 MASKS: dict[str, Any] = {
