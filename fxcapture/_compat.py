@@ -36,7 +36,6 @@ __all__ = [
     "surely_equal",
     "transform_function",
     "unwrap_optimized",
-    "uses_cuda_graphs",
     "while_recomputing",
     "without_disable",
 ]
@@ -178,24 +177,20 @@ def is_dense(value: torch.Tensor) -> bool:
     return True
 
 
-def reuses_outputs(backend: Any, inner: Any) -> Callable[[torch.Tensor], bool]:
-    """Which outputs of a compiled graph its next run may write over.
+def reuses_outputs(backend: Any, inner: Any) -> Callable[[torch.Tensor], bool] | None:
+    """Which outputs of a compiled graph its next run may write over; ``None``: none.
 
-    CUDA graphs replay into the same memory; other backends say so by an attribute.
+    CUDA graphs replay into the same memory.  A backend of one's own says that it does
+    so with an attribute ``reuses_outputs``.
     """
     if getattr(backend, "reuses_outputs", False):
         return lambda tensor: True
-    graphs = uses_cuda_graphs(backend, inner)
-    return (lambda tensor: tensor.is_cuda) if graphs else (lambda tensor: False)
-
-
-def uses_cuda_graphs(backend: Any, inner: Any) -> bool:
-    """Whether a backend replays CUDA graphs; Inductor has no public way to ask."""
+    graphs = backend == "cudagraphs"
     if isinstance(inner, torch._TorchCompileInductorWrapper):
         from torch._inductor import config
 
-        return bool(inner.config.get("triton.cudagraphs", config.triton.cudagraphs))
-    return bool(backend == "cudagraphs")
+        graphs = inner.config.get("triton.cudagraphs", config.triton.cudagraphs)
+    return (lambda tensor: tensor.is_cuda) if graphs else None
 
 
 def without_disable(call: Callable[..., Any]) -> Callable[..., Any]:

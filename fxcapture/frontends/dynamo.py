@@ -155,19 +155,16 @@ class DynamoProgram:
         return next(self._numbers)
 
     @functools.cached_property
-    def _reused(self) -> Callable[[torch.Tensor], bool]:
+    def _reused(self) -> Callable[[torch.Tensor], bool] | None:
         return _compat.reuses_outputs(self._backend_given, self.inner)
 
-    @functools.cached_property
+    @property
     def asynchronous(self) -> bool:
         """Whether copies to the host may run while the rest of a graph does.
 
         Not where graphs are replayed: the next run writes over what this one copied.
         """
-        backend = self._backend_given
-        if getattr(backend, "reuses_outputs", False):
-            return False
-        return not _compat.uses_cuda_graphs(backend, self.inner)
+        return self._reused is None
 
     def kept(self, taps: Sequence[Any]) -> Sequence[Any]:
         """Taps that the next run of the graph does not write over.
@@ -175,6 +172,8 @@ class DynamoProgram:
         A copy inside the graph would be one of its output buffers itself.
         """
         reused = self._reused
+        if reused is None:
+            return taps
         return [
             tap.clone() if isinstance(tap, torch.Tensor) and reused(tap) else tap
             for tap in taps

@@ -303,7 +303,8 @@ def arrange(
         if name not in rest:
             break
         given.append(rest.pop(name))
-    if len(given) > positional.num_children:
+    # Too many of a program that takes none by name is torch's own error.
+    if len(given) > positional.num_children and named:
         if positional.num_children or len(given) != 1 or rest or len(named) != 1:
             raise CaptureError(
                 f"the program takes {positional.num_children} arguments by position, "

@@ -401,11 +401,8 @@ class Piece:
         if torch.is_grad_enabled():
             return True
         hits: collections.Counter[str] = collections.Counter()
-        for i, site in enumerate(self.sites):
-            token = self._tokens[i]
-            if token is not None:
-                site = self._site_of(i, args[token])
-            records, final = self._program.hits_of(site)
+        for i in range(len(self.sites)):
+            records, final = self._program.hits_of(self._site_of(i, args))
             if not final:
                 return True
             hits.update(records)
@@ -430,9 +427,7 @@ class Piece:
         for i, site in enumerate(self.sites):
             if i in self._flags and not values[self._flags[i]]:
                 continue  # a branch that did not run
-            token = self._tokens[i]
-            if token is not None:
-                site = self._site_of(i, args[token])
+            site = self._site_of(i, args)
             event = Event(
                 site,
                 tensors.get(i, {}),
@@ -442,9 +437,12 @@ class Piece:
             records, final = self._program.hits_of(site)
             frame.add(event, records, final=final)
 
-    def _site_of(self, i: int, token: torch.Tensor) -> Site:
-        """A site as a call of the module that a token stands for."""
-        path = self._program.path_of_token(token)
+    def _site_of(self, i: int, args: Sequence[Any]) -> Site:
+        """A site as a call of the module that its token, if it has one, stands for."""
+        token = self._tokens[i]
+        if token is None:
+            return self.sites[i]
+        path = self._program.path_of_token(args[token])
         found = self._sites_of.get((i, path))
         if found is None:
             found = of_module(self.sites[i], path, self._classes)

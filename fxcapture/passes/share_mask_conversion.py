@@ -13,8 +13,8 @@ It changes no value: the kernels get the very numbers they would have got.
 
 Only for masks of CPU tensors, where it was measured; only where one node is the mask of
 several calls; only where nothing writes to the mask in between; and only for masks that
-are large: a conversion that stands by itself took 3 % of a call of four layers at 64
-tokens, where Inductor fuses it into other kernels (benchmarks/bench_peers.py).
+are large: in a short call a conversion that stands by itself takes longer than the ones
+that Inductor fuses into other kernels.
 
 Idempotent: afterwards the calls have no boolean mask.
 """
