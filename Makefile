@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test coverage check nightly test-transformers bench docs setup clean
 
 demo: setup
-	$(BIN)/python -m fxcapture.demo
+	$(BIN)/python -m fxcapture.cli.demo
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not nightly" -n $(WORKERS) --dist worksteal

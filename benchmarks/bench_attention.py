@@ -17,7 +17,7 @@ import fxcapture as fxc
 from benchmarks.bench_memory import MiB, _live_bytes
 from benchmarks.harness import Report, interleaved, latency_rows, main, ratio
 from benchmarks.models import llama, quiet, token_ids
-from fxcapture.attention_tap import AttentionWeights
+from fxcapture.spec.attention_tap import AttentionWeights
 
 TARGET = "layers.*.self_attn"
 

@@ -2,7 +2,7 @@
 
 Compares, in one process and interleaved, the same model's forward
 - undecorated,
-- under ``fxcapture.modeling.capture_outputs``,
+- under ``fxcapture.capture_outputs``,
 - under transformers' ``capture_outputs``, before and after it has put hooks on the
 model.
 
@@ -30,7 +30,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import output_capturing
 
 from benchmarks.harness import Report, main
-from fxcapture.modeling import capture_outputs
+from fxcapture.modeling.decorators import capture_outputs
 
 CALLS = 100
 LAYERS = 8

@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import fxcapture as fxc
 from benchmarks.harness import Report, child, main
 from benchmarks.models import hidden_states, llama, quiet, token_ids
-from fxcapture.memory import estimate
+from fxcapture.inspect.estimate import estimate
 
 
 def large(layers: int) -> dict[str, Any]:

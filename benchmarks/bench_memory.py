@@ -18,7 +18,7 @@ import torch
 import fxcapture as fxc
 from benchmarks.harness import Report, child, main
 from benchmarks.models import llama, quiet, token_ids
-from fxcapture.attention_tap import AttentionWeights
+from fxcapture.spec.attention_tap import AttentionWeights
 
 LAYERS = "layers.*"
 MiB = 2**20

@@ -9,8 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxcapture as fxc
-from fxcapture.drawing import draw, draw_timeline
-from fxcapture.memory import estimate
+from fxcapture.inspect.drawing.picture import draw, draw_timeline
+from fxcapture.inspect.estimate import estimate
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"

@@ -17,16 +17,12 @@ from torch.nn.attention.flex_attention import (
 )
 
 import fxcapture as fxc
-from fxcapture import attention_kernel
-from fxcapture.attention import (
-    Attention,
-    FusedCall,
-    attention_weights,
-    call_with_weights,
-)
-from fxcapture.attention_kernel import ATTENTION_WEIGHTS, softmax_weights
-from fxcapture.attention_tap import AttentionWeights
 from fxcapture.errors import SpecError, SpecTypeError, UnsupportedOutputError
+from fxcapture.spec.attention import Attention
+from fxcapture.spec.attention_tap import AttentionWeights
+from fxcapture.trace import attention_kernel
+from fxcapture.trace.attention import FusedCall, attention_weights, call_with_weights
+from fxcapture.trace.attention_kernel import ATTENTION_WEIGHTS, softmax_weights
 from tests.modes import MODES, compile_in
 
 transformers = pytest.importorskip("transformers")

@@ -14,10 +14,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 import fxcapture as fxc
-from fxcapture.cli_app import app
-from fxcapture.cli_inputs import load_model
-from fxcapture.cli_specs import load_spec, parse_tap
-from fxcapture.cli_values import UsageError, scalar
+from fxcapture.cli.app import app
+from fxcapture.cli.inputs import load_model
+from fxcapture.cli.specs import load_spec, parse_tap
+from fxcapture.cli.values import UsageError, scalar
 
 SMALL = [
     "LlamaForCausalLM", "--set", "hidden_size=32", "--set", "intermediate_size=64",
@@ -204,7 +204,7 @@ def test_a_scalar_is_called_so() -> None:
 
 
 def test_export_writes_a_program_that_loads(folder: Path) -> None:
-    from fxcapture.captured_program import load
+    from fxcapture.exporting.program import load
 
     found = data(
         "export", "models_here:with_inputs", "--tap", "h=1", "--out", "model.pt2"
@@ -216,7 +216,7 @@ def test_export_writes_a_program_that_loads(folder: Path) -> None:
 
 
 def test_export_with_sizes_that_vary(folder: Path) -> None:
-    from fxcapture.captured_program import load
+    from fxcapture.exporting.program import load
 
     result = run(
         "export", *SMALL, *TAP, "--batch", "2", "--length", "8",
@@ -285,7 +285,7 @@ def test_export_of_onnx_prints_nothing_but_its_result(folder: Path) -> None:
 
 
 def test_bench_waits_for_an_accelerator() -> None:
-    from fxcapture.cli_tables import _finisher
+    from fxcapture.cli.tables import _finisher
 
     assert _finisher(torch.nn.Linear(2, 2))() is None
     elsewhere = torch.nn.Linear(2, 2, device="meta")
@@ -309,7 +309,7 @@ def test_explain_of_nothing() -> None:
 
 
 def test_demo_shows_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fxcapture import demo
+    from fxcapture.cli import demo
 
     monkeypatch.setattr(demo, "BACKEND", "eager")
     text = good("demo")
@@ -365,7 +365,7 @@ def test_without_the_extra_it_says_what_to_install(
     from fxcapture import cli
 
     monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "fxcapture.cli_app")
+    monkeypatch.delitem(sys.modules, "fxcapture.cli.app")
     for module in ("cli_options", "cli_report"):
         monkeypatch.delitem(sys.modules, f"fxcapture.{module}", raising=False)
 

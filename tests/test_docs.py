@@ -217,7 +217,7 @@ def run_console(code: str) -> None:
 def run_fxcapture(arguments: list[str]) -> None:
     from typer.testing import CliRunner
 
-    from fxcapture.cli_app import app
+    from fxcapture.cli.app import app
 
     if arguments[0] in ("verify", "bench") and "--backend" not in arguments:
         arguments = [*arguments, "--backend", "aot_eager"]

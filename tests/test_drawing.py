@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import fxcapture as fxc
-from fxcapture.drawing import draw, draw_timeline, picture_of
 from fxcapture.errors import SpecTypeError
-from fxcapture.memory import estimate
+from fxcapture.inspect.drawing.picture import draw, draw_timeline, picture_of
+from fxcapture.inspect.estimate import estimate
 
 
 class Attention(nn.Module):

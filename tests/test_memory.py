@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fxcapture as fxc
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError, TraceError
-from fxcapture.fake_run import Fakes
-from fxcapture.liveness import Timeline, timeline_of
-from fxcapture.memory import Estimate, estimate, format_bytes
+from fxcapture.inspect.estimate import Estimate, estimate, format_bytes
+from fxcapture.inspect.fake_run import Fakes
+from fxcapture.inspect.liveness import Timeline, timeline_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -185,7 +185,7 @@ def test_a_view_keeps_its_base_alive() -> None:
             return torch.cat([first, x * 2])
 
     fakes = Fakes(None)
-    from fxcapture.fake_run import trace
+    from fxcapture.inspect.fake_run import trace
 
     graph = trace(fakes.model(Views()), fakes, (torch.zeros(8),), {}, (), {})
     line = timeline_of(graph)

@@ -17,9 +17,9 @@ from fxcapture.errors import (
     TargetNotFoundError,
     UnsupportedOutputError,
 )
-from fxcapture.plan import Plan, canonical_selection, match, resolve
-from fxcapture.sites import Site, SiteTable
-from fxcapture.structure import encode
+from fxcapture.plan.plan import Plan, canonical_selection, match, resolve
+from fxcapture.plan.sites import Site, SiteTable
+from fxcapture.trace.structure import encode
 from tests.models import Attention, encoder
 
 MODEL = nn.Sequential(*[nn.Identity() for _ in range(3)])

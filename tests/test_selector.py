@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 from fxcapture.errors import SpecTypeError, TargetNotFoundError
-from fxcapture.selector import ModuleTable, Selector
+from fxcapture.spec.selector import ModuleTable, Selector
 from tests.models import Attention, Layer, encoder, mlp
 
 

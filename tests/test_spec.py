@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fxcapture import CaptureSpec, Tap
-from fxcapture.spec import normalise_select
+from fxcapture.spec.tap import normalise_select
 from tests.models import Attention
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fxcapture.errors import ElementError, UnsupportedOutputError
-from fxcapture.structure import encode, parse
+from fxcapture.trace.structure import encode, parse
 from tests.reference import assert_same
 
 

@@ -30,10 +30,11 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any, final
 
-from fxcapture import modeling, patching
-from fxcapture.declare import CAPTURES
-from fxcapture.flags import request
-from fxcapture.resolve import layer_count
+from fxcapture.modeling import decorators as modeling
+from fxcapture.modeling import patching
+from fxcapture.modeling.flags import request
+from fxcapture.modeling.resolve import layer_count
+from fxcapture.spec.declaration import CAPTURES
 
 __all__ = ["Installation", "install", "is_installed", "uninstall"]
 

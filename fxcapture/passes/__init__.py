@@ -24,30 +24,30 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from fxcapture.passes.base import copy_graph_module, walk
-from fxcapture.passes.collect_marks import (
+from fxcapture.passes.analyses.bodies import (
+    forgets_overrides,
+    reuses_bodies,
+)
+from fxcapture.passes.analyses.collect_marks import (
     MarkedSites,
     collect_marks,
     mark_sites,
     pair_hooked,
 )
+from fxcapture.passes.analyses.tokens import locate_tokens
+from fxcapture.passes.base import copy_graph_module, walk
 from fxcapture.passes.copy_asynchronously import WAITS, copy_asynchronously
 from fxcapture.passes.drop_inputs import KEPT_INPUTS, drop_inputs, tensor_inputs
 from fxcapture.passes.erase_marks import erase_marks
 from fxcapture.passes.extend_outputs import OUTPUTS, extend_outputs
 from fxcapture.passes.flag_branches import flag_branches
 from fxcapture.passes.insert_taps import insert_taps
-from fxcapture.passes.inspect_regions import (
-    forgets_overrides,
-    reuses_bodies,
-)
 from fxcapture.passes.leave_transforms import leave_transforms
 from fxcapture.passes.lift_taps import lift_taps
-from fxcapture.passes.locate_tokens import locate_tokens
 from fxcapture.passes.prune_unneeded import prune_unneeded
 from fxcapture.passes.share_mask_conversion import share_mask_conversion
 from fxcapture.passes.verify_graph import verify_graph
-from fxcapture.plan import Leaf
+from fxcapture.plan.plan import Leaf
 
 __all__ = [
     "KEPT_INPUTS",

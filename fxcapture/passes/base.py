@@ -22,9 +22,9 @@ from typing import final
 import torch
 from torch import fx
 
-from fxcapture import _compat
-from fxcapture.mark import MARK
-from fxcapture.plan import Leaf
+from fxcapture import _torch
+from fxcapture.plan.plan import Leaf
+from fxcapture.trace.mark import MARK
 
 __all__ = [
     "TAP",
@@ -76,7 +76,7 @@ def is_mark(node: fx.Node) -> bool:
 
 def bodies(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, fx.GraphModule]]:
     """Name and module of each body that a node runs, in argument order."""
-    if not _compat.is_higher_order(node):
+    if not _torch.is_higher_order(node):
         return
     for arg in node.all_input_nodes:
         if arg.op == "get_attr":
@@ -112,12 +112,12 @@ def copy_graph_module(gm: fx.GraphModule) -> fx.GraphModule:
     """
     # Graph.__deepcopy__ copies the metadata dictionaries one level deep; a deep copy of
     # the module itself would copy fake tensors, which takes seconds.
-    made = _compat.graph_module_like(gm, copy.deepcopy(gm.graph))
+    made = _torch.graph_module_like(gm, copy.deepcopy(gm.graph))
     for name, value in gm.__dict__.items():
         if name not in made.__dict__:
             made.__dict__[name] = value
     for old, new in zip(gm.graph.nodes, made.graph.nodes, strict=True):
-        _compat.copy_node_source(old, new)
+        _torch.copy_node_source(old, new)
         # The copy avoids names of builtins; a signature may mention the node's name.
         new.name = old.name
     made.meta = dict(gm.meta)

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxcapture.passes.analyses.collect_marks import observation
 from fxcapture.passes.base import PassResult, bodies, is_mark
-from fxcapture.passes.collect_marks import observation
 
 __all__ = ["erase_marks"]
 

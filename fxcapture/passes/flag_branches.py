@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fxcapture.passes.analyses.collect_marks import MarkedSites
 from fxcapture.passes.base import TAP, PassResult, TapKey, is_mark, walk
-from fxcapture.passes.collect_marks import MarkedSites
 
 __all__ = ["flag_branches"]
 

@@ -2,7 +2,7 @@
 
 At the mark's position the value is what the caller of the module received.  Where
 a later write could show in it, the tap copies it there (an ordinary ``clone``); where
-nothing can, see :mod:`fxcapture.passes.find_aliases`, the tap is the value itself.
+nothing can, see :mod:`fxcapture.passes.analyses.aliases`, the tap is the value itself.
 Each tap's ``meta[COPY]`` says which and why; ``gm.meta[COPIES]`` says it of all.
 
 Not idempotent: each run adds taps.
@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxcapture import _compat
+from fxcapture import _torch
+from fxcapture.passes.analyses.aliases import Aliases
+from fxcapture.passes.analyses.collect_marks import MarkedSites, observation
 from fxcapture.passes.base import TAP, PassResult, TapKey, is_mark, walk
-from fxcapture.passes.collect_marks import MarkedSites, observation
-from fxcapture.passes.find_aliases import Aliases
-from fxcapture.plan import Leaf
+from fxcapture.plan.plan import Leaf
 
 __all__ = ["COPIES", "COPY", "insert_taps"]
 
@@ -171,7 +171,7 @@ def _call(
             node.meta[key] = mark.meta[key]
     for key in ("example_value", "val"):
         example = source.meta.get(key)
-        if isinstance(example, torch.Tensor) and not _compat.is_transformed(example):
+        if isinstance(example, torch.Tensor) and not _torch.is_transformed(example):
             node.meta[key] = run(example)
     return node
 

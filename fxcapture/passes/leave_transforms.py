@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from fxcapture import _compat
+from fxcapture import _torch
 from fxcapture.passes.base import TAP, PassResult
 
 __all__ = ["leave_transforms"]
@@ -54,13 +54,13 @@ def _unwrap(tap: fx.Node, levels: list[_Level]) -> None:
     for level in reversed(levels):
         if level.kind == "vmap":
             args = (value, level.number, level.batch_size, 0)
-            value = _after(value, _compat.transform_function("_remove_batch_dim"), args)
+            value = _after(value, _torch.transform_function("_remove_batch_dim"), args)
             continue
         if level.kind == "jvp":
-            unpack = _compat.transform_function("_unpack_dual")
+            unpack = _torch.transform_function("_unpack_dual")
             value = _after(value, unpack, (value,), level=0)
             value = _after(value, operator.getitem, (value, 0))
-        unwrap = _compat.transform_function("_unwrap_for_grad")
+        unwrap = _torch.transform_function("_unwrap_for_grad")
         value = _after(value, unwrap, (value, level.number))
     value.meta[TAP] = key
 

@@ -21,7 +21,7 @@ from torch import fx
 
 from fxcapture.errors import UnreachableValueError
 from fxcapture.passes.base import TAP, PassResult, TapKey, bodies, operator_name
-from fxcapture.sites import SiteTable
+from fxcapture.plan.sites import SiteTable
 
 __all__ = ["LIFTABLE", "lift_taps"]
 

@@ -12,9 +12,14 @@ from __future__ import annotations
 
 from torch import fx
 
-from fxcapture import _compat
+from fxcapture import _torch
+from fxcapture.passes.analyses.effects import (
+    asks_inplace,
+    is_opaque,
+    node_name,
+    written_args,
+)
 from fxcapture.passes.base import PassResult, bodies, is_mark
-from fxcapture.passes.effects import asks_inplace, is_opaque, node_name, written_args
 
 __all__ = ["prune_unneeded"]
 
@@ -66,13 +71,13 @@ def _has_effect(gm: fx.GraphModule, node: fx.Node) -> bool:
         return False
     if node.op == "call_module":
         return True
-    if _compat.is_higher_order(node):
+    if _torch.is_higher_order(node):
         inner = [n for _, body in bodies(gm, node) for n in body.graph.nodes]
         return any(_has_effect(gm, n) for n in inner) or not inner
     name = node_name(node)
     if name in _RANDOM or node.is_impure() or is_opaque(node) or asks_inplace(node):
         return True
-    schemas = _compat.schemas_of(node.target)
+    schemas = _torch.schemas_of(node.target)
     if schemas:
         return any(schema.is_mutable or not schema.returns for schema in schemas)
     if name.startswith("_") and not name.startswith("__"):

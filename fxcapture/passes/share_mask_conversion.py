@@ -26,8 +26,8 @@ import math
 import torch
 from torch import fx
 
+from fxcapture.passes.analyses.aliases import Aliases
 from fxcapture.passes.base import PassResult
-from fxcapture.passes.find_aliases import Aliases
 
 __all__ = ["ADDITIVE_MASK", "share_mask_conversion"]
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import fxcapture as fxc
-from fxcapture.captured_program import CapturedProgram, export
 from fxcapture.errors import TraceError
+from fxcapture.exporting.program import CapturedProgram, export
 from tests.acceptance.cases import CASES, Case
 from tests.reference import footprint
 

@@ -16,7 +16,7 @@ from torch import fx
 
 import fxcapture as fxc
 from fxcapture.errors import FxCaptureError
-from fxcapture.instrument import CapturedGraph, instrument
+from fxcapture.foreign.instrument import CapturedGraph, instrument
 from tests.acceptance.cases import CASES, Case, Driver
 
 # What torch.fx cannot trace.

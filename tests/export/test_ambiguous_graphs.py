@@ -7,9 +7,9 @@ import torch
 from torch import fx, nn
 
 from fxcapture import Tap
-from fxcapture.attention import Attention
 from fxcapture.errors import AmbiguousSiteError, UnsupportedOutputError
-from fxcapture.instrument import instrument
+from fxcapture.foreign.instrument import instrument
+from fxcapture.spec.attention import Attention
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 

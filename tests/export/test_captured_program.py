@@ -17,7 +17,6 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture import Tap
-from fxcapture.captured_program import export, load, load_package
 from fxcapture.errors import (
     CaptureError,
     NeverCalledError,
@@ -25,7 +24,8 @@ from fxcapture.errors import (
     SpecTypeError,
     TargetNotFoundError,
 )
-from fxcapture.manifest import Manifest
+from fxcapture.exporting.manifest import Manifest
+from fxcapture.exporting.program import export, load, load_package
 from tests.reference import assert_same, footprint
 
 Scores = collections.namedtuple("Scores", "best rest")
@@ -134,7 +134,7 @@ def test_records_alone_end_the_program_early() -> None:
 
 RUN_ELSEWHERE = """
 import sys, torch
-from fxcapture.captured_program import load
+from fxcapture.exporting.program import load
 part = load(sys.argv[1])(torch.ones(3, 4), 1.0).records["part"][0]
 assert type(part).__name__ == "Parts", part
 assert type(part.scores).__name__ == "Scores", part

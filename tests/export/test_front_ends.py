@@ -12,10 +12,10 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture import Tap
-from fxcapture.captured_program import export, load, load_package
-from fxcapture.dynamo_backend import backend, recording
-from fxcapture.frontends.functional import functional
-from fxcapture.instrument import instrument
+from fxcapture.exporting.program import export, load, load_package
+from fxcapture.foreign.backend import backend, recording
+from fxcapture.foreign.instrument import instrument
+from fxcapture.runtime.functional import functional
 from tests.reference import assert_records, eager_records
 
 # torch's own run_decompositions copies pytree specs, and its pytree module complains.

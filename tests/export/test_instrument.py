@@ -8,8 +8,8 @@ from torch import fx, nn
 
 from fxcapture import Tap
 from fxcapture.errors import AmbiguousSiteError, SpecTypeError, TargetNotFoundError
-from fxcapture.frontends.returns import returns_one_tensor
-from fxcapture.instrument import instrument
+from fxcapture.foreign.instrument import instrument
+from fxcapture.foreign.returns import returns_one_tensor
 
 
 class Declared(nn.Module):

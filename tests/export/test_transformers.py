@@ -15,8 +15,8 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture import Tap
-from fxcapture.captured_program import export, load_package
-from fxcapture.instrument import instrument
+from fxcapture.exporting.program import export, load_package
+from fxcapture.foreign.instrument import instrument
 from tests.reference import assert_records, eager_records
 
 transformers = pytest.importorskip("transformers")
@@ -143,7 +143,7 @@ FAMILIES = [llama, bert, t5, clip, vit]
 # What a process does that has the program and nothing else of the model.
 RUN_ELSEWHERE = """
 import json, sys, torch
-from fxcapture.captured_program import load
+from fxcapture.exporting.program import load
 
 folder, names = sys.argv[1], sys.argv[2:]
 for name in names:

@@ -10,8 +10,8 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture import Tap
-from fxcapture.dynamo_backend import backend, dynamo_backend, recording
 from fxcapture.errors import CaptureError, SpecTypeError
+from fxcapture.foreign.backend import backend, dynamo_backend, recording
 from tests.reference import assert_records, eager_records
 
 

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fxcapture as fxc
 from fxcapture import Tap
 from fxcapture.errors import NeverCalledError, TargetNotFoundError
-from fxcapture.frontends.functional import functional
+from fxcapture.runtime.functional import functional
 from tests.reference import assert_records, assert_same, eager_records, footprint
 
 

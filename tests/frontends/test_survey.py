@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fxcapture.errors import SpecTypeError, TraceError
-from fxcapture.survey import sites
+from fxcapture.inspect.survey import sites
 from tests.reference import footprint
 
 

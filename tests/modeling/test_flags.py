@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
-from fxcapture.flags import request
-from fxcapture.modeling import capture_outputs
+from fxcapture.modeling.decorators import capture_outputs
+from fxcapture.modeling.flags import request
 from tests.modeling.toys import (
     LAYERS,
     LENGTH,

@@ -17,8 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from fxcapture import dispatch
-from fxcapture.modeling import capture_outputs
+from fxcapture.modeling.decorators import capture_outputs, dispatch
 from tests.modeling.toys import (
     DIM,
     LAYERS,

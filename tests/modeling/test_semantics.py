@@ -15,8 +15,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxcapture as fxc
-from fxcapture.collect import by_value
-from fxcapture.modeling import (
+from fxcapture.modeling.collect import by_value
+from fxcapture.modeling.decorators import (
     OutputRecorder,
     capture_outputs,
     convert_outputs,

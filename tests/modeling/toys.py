@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxcapture.modeling import OutputRecorder, capture_outputs
+from fxcapture.modeling.decorators import OutputRecorder, capture_outputs
 
 DIM = 8
 LAYERS = 4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fxcapture import Tap, passes
-from fxcapture.passes.collect_marks import pair_hooked
-from fxcapture.sites import Site
+from fxcapture.passes.analyses.collect_marks import pair_hooked
+from fxcapture.plan.sites import Site
 from tests.passes.marked import Chain, InCheckpoint, pinned, readable, trace
 
 X = torch.ones(2, 3)

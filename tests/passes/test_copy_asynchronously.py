@@ -10,18 +10,18 @@ import torch
 from torch import fx
 
 import fxcapture as fxc
-from fxcapture import _compat, passes
-from fxcapture.frontends import graph_program
+from fxcapture import _torch, passes
 from fxcapture.passes.base import TAP, TapKey
 from fxcapture.passes.copy_asynchronously import WAITS, copy_asynchronously
-from fxcapture.plan import Leaf
+from fxcapture.plan.plan import Leaf
+from fxcapture.runtime import compiled_graph as graph_program
 
 
 def graph_on(
     device: str, *, read: bool = False, stream: bool = False, **options: object
 ) -> fx.GraphModule:
     """``y = x.relu(); tap = y.to("cpu", ...); return y, tap``."""
-    with _compat.fake_mode():
+    with _torch.fake_mode():
         value = torch.empty(2, 3, device=device)
     graph = fx.Graph()
     x = graph.placeholder("x")

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import fxcapture as fxc
+from fxcapture.passes.analyses.effects import written_args
 from fxcapture.passes.base import TapKey
-from fxcapture.passes.effects import written_args
 from fxcapture.passes.insert_taps import COPIES
 
 

@@ -14,9 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxcapture import patching
-from fxcapture.modeling import OutputRecorder, capture_outputs
-from fxcapture.patching import (
+from fxcapture.modeling.decorators import OutputRecorder, capture_outputs, patching
+from fxcapture.modeling.patching import (
     apply_patches,
     clear_patch_mapping,
     get_patch_mapping,

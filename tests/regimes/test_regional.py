@@ -248,7 +248,7 @@ def test_a_frame_lets_go_of_what_cannot_be_selected_any_more():
 
     model = Stack(depth=8).eval()
     model.layers = nn.ModuleList(Watched() for _ in range(8))
-    from fxcapture import plan
+    from fxcapture.plan.plan import plan
 
     original = plan.Leaf.snapshot
 

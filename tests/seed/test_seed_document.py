@@ -29,9 +29,9 @@ from transformers.modeling_outputs import (
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 from transformers.utils import generic, output_capturing
 
-from fxcapture import modeling
 from fxcapture.integrations import transformers as integration
-from fxcapture.patching import (
+from fxcapture.modeling.decorators import decorators as modeling
+from fxcapture.modeling.patching import (
     clear_patch_mapping,
     get_patch_mapping,
     patch_output_recorders,

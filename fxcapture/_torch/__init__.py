@@ -1,0 +1,107 @@
+"""Every private name of torch that is used, by the part of torch it belongs to.
+
+Each says why it is needed; each file, on which versions it was tested.  Nothing here
+imports Dynamo: a process that never compiles never loads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fxcapture._torch import dynamo
+from fxcapture._torch.aot_inductor import aoti_load, aoti_package
+from fxcapture._torch.checkpoints import while_recomputing
+from fxcapture._torch.compilers import (
+    late_compilation,
+    resolve_backend,
+    reuses_outputs,
+    without_disable,
+)
+from fxcapture._torch.dynamo import constant, is_traced, no_tracing
+from fxcapture._torch.fakes import fake_mode, no_data_errors
+from fxcapture._torch.graphs import (
+    copy_node_source,
+    extend_pytree_output,
+    fake_mode_of,
+    graph_module_like,
+    has_pytree_output,
+    make_aten_graph,
+    own_pytree_output,
+    rename_node,
+    trace_on_fake,
+)
+from fxcapture._torch.modules import (
+    has_forward_hooks,
+    has_forward_pre_hooks,
+    is_compiled_in_place,
+    override_states,
+    unwrap_optimized,
+)
+from fxcapture._torch.operators import flop_formula, is_higher_order, schemas_of
+from fxcapture._torch.pytrees import (
+    flatten_arguments,
+    map_nodes,
+    output_paths,
+    output_spec_with,
+    plain_spec,
+    register_pytree,
+    unflatten,
+)
+from fxcapture._torch.storages import is_dense, storage_id, surely_equal
+from fxcapture._torch.transforms import (
+    in_transform,
+    indexing_by_tensors,
+    is_transformed,
+    transform_function,
+)
+
+__all__ = [
+    "aoti_load",
+    "aoti_package",
+    "constant",
+    "copy_node_source",
+    "extend_pytree_output",
+    "fake_mode",
+    "fake_mode_of",
+    "flatten_arguments",
+    "flop_formula",
+    "graph_module_like",
+    "has_forward_hooks",
+    "has_forward_pre_hooks",
+    "has_pytree_output",
+    "in_transform",
+    "indexing_by_tensors",
+    "is_compiled_in_place",
+    "is_dense",
+    "is_higher_order",
+    "is_traced",
+    "is_transformed",
+    "late_compilation",
+    "make_aten_graph",
+    "map_nodes",
+    "no_data_errors",
+    "no_tracing",
+    "output_paths",
+    "output_spec_with",
+    "override_states",
+    "own_pytree_output",
+    "plain_spec",
+    "register_pytree",
+    "rename_node",
+    "resolve_backend",
+    "reuses_outputs",
+    "schemas_of",
+    "storage_id",
+    "surely_equal",
+    "trace_on_fake",
+    "transform_function",
+    "unflatten",
+    "unwrap_optimized",
+    "while_recomputing",
+    "without_disable",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Dynamo's exceptions are looked up on first use.
+    return getattr(dynamo, name)

@@ -1,0 +1,65 @@
+"""What Dynamo says of a trace, and its exceptions.
+
+Tested on torch 2.13.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = ["constant", "is_traced", "no_tracing"]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def constant(function: F) -> F:
+    """``torch.compiler.assume_constant_result``, which would import Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_traced() -> bool:
+    """Whether the code that asks is being traced.
+
+    ``torch.compiler.is_compiling`` says so of the process: it is true in every thread
+    while one of them compiles.  Dynamo takes ``is_dynamo_compiling`` for true where it
+    traces, and it is false elsewhere; the tracers that run the code for real
+    (non-strict export, ``make_fx``) have a dispatch mode on this thread.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
+
+
+def no_tracing() -> contextlib.AbstractContextManager[Any]:
+    """While it is held, no other thread traces anything; this one may."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    return contextlib.nullcontext() if module is None else module.compile_lock
+
+
+def __getattr__(name: str) -> Any:
+    # Dynamo's exceptions, looked up on first use: importing fxcapture must not import
+    # Dynamo.
+    names = {
+        "BackendCompilerFailed": "BackendCompilerFailed",
+        "DynamoError": "TorchDynamoException",
+        "RecompileLimitHit": "FailOnRecompileLimitHit",
+        "Unsupported": "Unsupported",
+        "UserError": "UserError",
+        "TensorifyRestart": "TensorifyScalarRestartAnalysis",
+    }
+    if name in names:
+        from torch._dynamo import exc
+
+        return getattr(exc, names[name])
+    if name == "DataDependentError":
+        from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+        return GuardOnDataDependentSymNode
+    raise AttributeError(name)

@@ -1,0 +1,54 @@
+"""The state of a torch.nn.Module that has no public name.
+
+Tested on torch 2.13.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+__all__ = [
+    "has_forward_hooks",
+    "has_forward_pre_hooks",
+    "is_compiled_in_place",
+    "override_states",
+    "unwrap_optimized",
+]
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether something runs between ``forward`` and its caller; no public way."""
+    return bool(module._forward_hooks or torch.nn.modules.module._global_forward_hooks)
+
+
+def has_forward_pre_hooks(module: nn.Module) -> bool:
+    """Whether something runs between the module's caller and ``forward``."""
+    return bool(
+        module._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks
+    )
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Whether ``module.compile()`` was called on it."""
+    return module._compiled_call_impl is not None
+
+
+def override_states(modules: Sequence[nn.Module]) -> list[tuple[bool, bool]]:
+    """What decides how modules have to be overridden: hooked, compiled in place."""
+    hooked = bool(torch.nn.modules.module._global_forward_hooks)
+    return [
+        (hooked or bool(m._forward_hooks), is_compiled_in_place(m)) for m in modules
+    ]
+
+
+def unwrap_optimized(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(module)`` wrapped; others as they are.
+
+    ``OptimizedModule`` documents no public attribute for what it wraps.
+    """
+    while "_orig_mod" in model._modules:
+        model = model._modules["_orig_mod"]  # type: ignore[assignment]
+    return model

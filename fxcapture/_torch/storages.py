@@ -1,0 +1,56 @@
+"""Which tensors share memory, and how they lie in it.
+
+Tested on torch 2.13.0 and 2.14.1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fxcapture._torch.transforms import is_transformed
+
+__all__ = ["is_dense", "storage_id", "surely_equal"]
+
+
+def storage_id(value: torch.Tensor) -> int | None:
+    """A number that two tensors share where they share memory; ``None`` if unknown.
+
+    Public storages can be compared by address only, and fake tensors have none.
+    """
+    if is_transformed(value):
+        return None
+    try:
+        return int(value.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, wrapped by a transform, ...
+        return None
+
+
+def surely_equal(left: Any, right: Any) -> bool:
+    """Whether two sizes are equal whatever the symbolic ones turn out to be.
+
+    ``==`` on symbolic sizes would add a guard.
+    """
+    if isinstance(left, int) and isinstance(right, int):
+        return left == right
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(left == right)
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether a tensor's elements surely lie side by side, none of them twice."""
+    expected: Any = 1
+    dims = [
+        (stride, size)
+        for size, stride in zip(value.shape, value.stride(), strict=True)
+        if not surely_equal(size, 1)
+    ]
+    while dims:
+        match = next((d for d in dims if surely_equal(d[0], expected)), None)
+        if match is None:
+            return False
+        dims.remove(match)
+        expected = expected * match[1]
+    return True

@@ -1,0 +1,29 @@
+"""The command line: ``fxcapture``, or ``python -m fxcapture.cli``.
+
+The commands are in ``cli_app``; they need the ``cli`` extra, and this file says so
+where it is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; never returns."""
+    try:
+        from fxcapture.cli.app import app
+    except ImportError as error:
+        if error.name not in ("typer", "rich", "yaml"):
+            raise
+        sys.exit(
+            f"the command line needs {error.name}, which is not installed\n"
+            "  what to do: pip install 'fxcapture[cli]'"
+        )
+    app()  # ends the process, with the command's exit code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Captured programs: export, save, load, package."""

@@ -1,0 +1,363 @@
+"""Exported programs that return records: made here, saved, loaded and packaged.
+
+Terms
+    captured program: an ``ExportedProgram`` with taps as named outputs, and the
+        manifest that says what they mean.
+    package: the same, compiled ahead of time by AOTInductor into one file.
+
+Invariants
+    Loading and running a program or a package needs torch and this package only: the
+    model's code is not imported, and neither is any library that it came from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.export import ExportedProgram
+
+import fxcapture
+from fxcapture import _torch, passes
+from fxcapture.errors import CaptureError, SpecError, SpecTypeError
+from fxcapture.exporting import front_end as frontend
+from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
+from fxcapture.plan.plan import match, resolve
+from fxcapture.plan.records import Captured, Records
+from fxcapture.plan.sites import SiteTable
+from fxcapture.spec.tap import CaptureSpec
+from fxcapture.trace.fused_layers import fused_attention
+
+__all__ = ["CapturedPackage", "CapturedProgram", "export", "load", "load_package"]
+
+_FILE = "fxcapture.json"
+_METADATA = "fxcapture_manifest"
+
+
+def export(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    spec: CaptureSpec | Mapping[str, Any],
+    capture_inputs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    strict: bool = False,
+    keep_output: bool = True,
+) -> CapturedProgram:
+    """Export a model as a program that returns its output and the records.
+
+    Example::
+
+        spec = {"hidden": Tap("layers.*", select=[0, -2])}
+        program = export(model, (ids,), spec=spec)
+        output, records = program(ids)
+        program.save("model.pt2")
+
+    Args:
+        model: The model; not changed.
+        args: Example arguments, as for ``torch.export.export``.
+        kwargs: Example keyword arguments.
+        spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
+        capture_inputs: Name to example tensor: inputs of the spec's reductions that
+            are no arguments of the model.  The program takes them as keywords.
+        dynamic_shapes: As for ``torch.export.export``; those of ``capture_inputs`` by
+            name, and static where nothing is said.
+        strict: Trace with Dynamo instead of by running the model's Python code.
+        keep_output: With ``False`` the program returns the records alone and ends at
+            the last operation that one needs; parameters behind it are left out.
+
+    Raises:
+        SpecTypeError: ``model`` or ``spec`` is of the wrong type.
+        TargetError: the spec does not fit the model, or what the run called.
+        ElementError: a reduction names an input that there is not.
+        SpecError: ``capture_inputs`` has the name of an argument of the model.
+        TraceError: the model cannot be exported.
+        UnreachableValueError: a value cannot leave the sub-graph it is computed in.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecTypeError(
+            f"model is of type {type(model).__name__}",
+            why="sites are calls of submodules, so the model must be a torch.nn.Module",
+            remedy="for a graph that exists already use fxcapture.instrument",
+        )
+    if not isinstance(spec, CaptureSpec):
+        spec = CaptureSpec(spec)
+    model = _torch.unwrap_optimized(model)
+    bound = match(spec, model)
+    with fused_attention(not bound.inside_fused):
+        traced = frontend.trace(
+            model,
+            tuple(args),
+            kwargs or {},
+            bound.targets,
+            spec,
+            capture_inputs=capture_inputs or {},
+            dynamic_shapes=dynamic_shapes,
+            strict=strict,
+        )
+    marked = passes.collect_marks(traced.graph_module, graph=0, classes=bound.classes)
+    plan = resolve(spec, bound, marked.sites)
+    program, records, outputs = frontend.attach(
+        traced, marked, plan, keep_output=keep_output
+    )
+    manifest = make_manifest(spec, keep_output, records, outputs)
+    return CapturedProgram(program, manifest, sites=marked.sites)
+
+
+def make_manifest(
+    spec: CaptureSpec,
+    keep_output: bool,
+    records: tuple[RecordLayout, ...],
+    outputs: tuple[OutputInfo, ...],
+) -> Manifest:
+    """The manifest of a program that this process makes."""
+    try:
+        # In the form in which the manifest gives it back.
+        text: str | None = json.dumps(json.loads(spec.to_json()))
+    except SpecError:
+        text = None
+    return Manifest(
+        spec=text,
+        spec_text=repr(spec),
+        keep_output=keep_output,
+        records=records,
+        outputs=outputs,
+        versions=(
+            ("fxcapture", fxcapture.__version__),
+            ("torch", str(torch.__version__)),
+        ),
+    )
+
+
+def _split(raw: Any, manifest: Manifest) -> tuple[Any, Records]:
+    output, values = raw if manifest.keep_output else (None, raw)
+    return output, manifest.read(values)
+
+
+@final
+class CapturedProgram:
+    """An exported program that returns its output and the records.
+
+    Made by :func:`export`, :func:`load` and :func:`fxcapture.instrument`.
+
+    Attributes:
+        program: The ``ExportedProgram``.  It returns ``(output, {name: tensor, ...})``,
+            or the dictionary alone under ``keep_output=False``; names are
+            ``{record}_{position}``, see ``manifest.outputs``.
+        manifest: What its added outputs mean.
+        sites: The sites that the export found; empty after :func:`load`.
+    """
+
+    def __init__(
+        self,
+        program: ExportedProgram,
+        manifest: Manifest,
+        *,
+        sites: SiteTable | None = None,
+    ) -> None:
+        self.program = program
+        self.manifest = manifest
+        self.sites = SiteTable() if sites is None else sites
+        self._module: nn.Module | None = None
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """The spec it was made with; reading it imports the classes it names.
+
+        Raises:
+            CaptureError: the spec holds an object that could not be stored.
+        """
+        return self.manifest.load_spec()
+
+    def module(self) -> nn.Module:
+        """The program as a module of its own; see ``ExportedProgram.module``."""
+        return self.program.module()
+
+    def read(self, values: Mapping[str, Any]) -> Records:
+        """Records from the dictionary that the program returned.
+
+        Args:
+            values: Output name to tensor; not copied.  Also what another runtime, such
+                as ONNX Runtime, returned under these names.
+        """
+        return self.manifest.read(values)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Captured:
+        """Run the program.
+
+        Parameters and buffers are the program's; buffers that the model writes to are
+        written.  Records are tensors of their own, with gradients unless detached.
+
+        Args:
+            *args: The model's arguments.
+            **kwargs: Its keyword arguments, and the ``capture_inputs`` of the export.
+
+        Raises:
+            CaptureError: arguments are passed by position that were exported by name.
+        """
+        if self._module is None:
+            self._module = self.program.module()
+        args, kwargs = frontend.arrange(self.program, args, kwargs)
+        return Captured(*_split(self._module(*args, **kwargs), self.manifest))
+
+    def run_decompositions(self, *args: Any, **kwargs: Any) -> CapturedProgram:
+        """The same program after ``ExportedProgram.run_decompositions``."""
+        made = self.program.run_decompositions(*args, **kwargs)
+        frontend.restore_names(made, [o.name for o in self.manifest.outputs])
+        return CapturedProgram(made, self.manifest, sites=self.sites)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """A name for each output tensor, the model's own first.
+
+        The model's are called after their place (``last_hidden_state``, ``0_1``, or
+        ``output`` if there is one only); the added ones as in ``manifest.outputs``.
+        """
+        added = [o.name for o in self.manifest.outputs]
+        if not self.manifest.keep_output:
+            return tuple(added)
+        own = frontend.own_output_names(self.portable(), len(added))
+        taken = set(added)
+        return (*(f"output_{n}" if n in taken else n for n in own), *added)
+
+    def onnx(self, path: str | os.PathLike[str] | None = None, **kwargs: Any) -> Any:
+        """Convert to ONNX; the outputs are called ``output_names``.
+
+        Needs the ``onnx`` extra.  ``read`` makes records of what ONNX Runtime returns.
+
+        Args:
+            path: Where to write the model; ``None`` to only return it.
+            **kwargs: Further keywords of ``torch.onnx.export``.
+
+        Returns:
+            The ``torch.onnx.ONNXProgram``.
+        """
+        program = self.portable()
+        args, example_kwargs = program.example_inputs or ((), {})
+        made = torch.onnx.export(
+            program,
+            tuple(args),
+            kwargs=dict(example_kwargs),
+            dynamo=True,
+            output_names=list(self.output_names),
+            **kwargs,
+        )
+        if path is not None:
+            made.save(Path(path))  # type: ignore[union-attr]
+        return made
+
+    def portable(self) -> ExportedProgram:
+        """The program without classes of the model's in its output.
+
+        A dictionary class, such as ``ModelOutput``, becomes a ``dict`` with the same
+        keys, another one a tuple: the program can then be loaded without the model's
+        code.  Parameters are shared with ``program``.
+        """
+        return frontend.with_plain_output(self.program)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a ``.pt2`` file for :func:`load` (``torch.export.load`` reads it too).
+
+        Raises:
+            CaptureError: torch cannot serialise the program.
+        """
+        try:
+            torch.export.save(
+                self.portable(),
+                Path(path),
+                extra_files={_FILE: self.manifest.to_json()},
+            )
+        except Exception as error:
+            raise CaptureError(
+                f"the program cannot be saved to {str(path)!r}",
+                why=f"{type(error).__name__}: {error}",
+                remedy="see the reason; torch.export.save writes graphs of registered "
+                "operators, with inputs of registered types",
+            ) from error
+
+    def package(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        inductor_configs: Mapping[str, Any] | None = None,
+    ) -> Path:
+        """Compile with AOTInductor into one file for :func:`load_package`.
+
+        Args:
+            path: The file to write; it must end in ``.pt2``.
+            inductor_configs: As for ``torch._inductor.aoti_compile_and_package``.
+
+        Returns:
+            Where the package is.
+        """
+        made = _torch.aoti_package(
+            self.portable(),
+            str(path),
+            dict(inductor_configs or {}),
+            {_METADATA: self.manifest.to_json()},
+        )
+        return Path(made)
+
+    def __repr__(self) -> str:
+        names = ", ".join(o.name for o in self.manifest.outputs)
+        return f"CapturedProgram({self.manifest.spec_text}\n  outputs: {names})"
+
+
+def load(path: str | os.PathLike[str]) -> CapturedProgram:
+    """Read what :meth:`CapturedProgram.save` wrote.
+
+    Raises:
+        CaptureError: the file holds no captured program.
+        FileNotFoundError: there is no such file.
+    """
+    files = {_FILE: ""}
+    program = torch.export.load(Path(path), extra_files=files)
+    if not files[_FILE]:
+        raise CaptureError(
+            f"{str(path)!r} holds no captured program",
+            why="it is an exported program without a manifest of fxcapture's",
+            remedy="load it with torch.export.load and pass it to fxcapture.instrument",
+        )
+    return CapturedProgram(program, Manifest.from_json(files[_FILE]))
+
+
+@final
+class CapturedPackage:
+    """A program compiled ahead of time; made by :func:`load_package`.
+
+    Attributes:
+        manifest: What its added outputs mean.
+    """
+
+    def __init__(self, compiled: Any, manifest: Manifest) -> None:
+        self._compiled = compiled
+        self.manifest = manifest
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Captured:
+        """Run the package, with the program's arguments; no record has a gradient."""
+        return Captured(*_split(self._compiled(*args, **kwargs), self.manifest))
+
+
+def load_package(path: str | os.PathLike[str]) -> CapturedPackage:
+    """Read what :meth:`CapturedProgram.package` wrote.
+
+    Raises:
+        CaptureError: the file holds no captured program.
+        FileNotFoundError: there is no such file.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(path)
+    compiled, metadata = _torch.aoti_load(str(path))
+    if _METADATA not in metadata:
+        raise CaptureError(
+            f"{str(path)!r} holds no captured program",
+            why="it is an AOTInductor package without a manifest of fxcapture's",
+            remedy="make it with CapturedProgram.package",
+        )
+    return CapturedPackage(compiled, Manifest.from_json(metadata[_METADATA]))

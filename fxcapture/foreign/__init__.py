@@ -1,0 +1,1 @@
+"""Capture in graphs that were made elsewhere."""

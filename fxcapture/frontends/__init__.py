@@ -1,1 +1,0 @@
-"""From a model to a marked graph, or from a graph made elsewhere to its sites."""

@@ -1,0 +1,1 @@
+"""What there is to capture, what it costs, and pictures of it."""

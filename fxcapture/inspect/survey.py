@@ -1,0 +1,204 @@
+"""What could be captured: every module call of one run, without running anything.
+
+Terms
+    point: one module, with what its calls return.
+
+Invariants
+    The model is neither changed nor run: a copy of it runs on tensors without data, so
+    that a model of any size can be surveyed, also one on the meta device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, final, overload
+
+import torch
+from torch import nn
+
+from fxcapture import _torch
+from fxcapture.errors import SpecTypeError, TraceError
+from fxcapture.inspect.estimate import format_bytes
+from fxcapture.inspect.fake_run import Fakes
+from fxcapture.passes.analyses.collect_marks import pair_hooked
+from fxcapture.plan.plan import match
+from fxcapture.plan.sites import Site, SiteTable, format_table
+from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.trace.fused_layers import fused_attention
+from fxcapture.trace.mark import Observation, enter, leave
+
+__all__ = ["Point", "Survey", "sites"]
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One module that a run calls.
+
+    Attributes:
+        path: Its path.
+        class_name: Its class.
+        num_calls: How often the run calls it.
+        output: What the first call returns, in words.
+        shapes: Shapes of the tensors in it.
+        dtypes: Their dtypes, without the ``torch.`` prefix.
+        num_bytes: Bytes that recording every call would keep.
+    """
+
+    path: str
+    class_name: str
+    num_calls: int
+    output: str
+    shapes: tuple[tuple[int | str, ...], ...]
+    dtypes: tuple[str, ...]
+    num_bytes: int
+
+
+@final
+class Survey(Sequence[Point]):
+    """The points of a model, in the order of their first return; prints as a table.
+
+    Attributes:
+        sites: Every call, in call order.
+    """
+
+    __slots__ = ("_points", "sites")
+
+    def __init__(self, table: SiteTable) -> None:
+        self.sites = table
+        calls: dict[str, list[Site]] = {}
+        for site in table:
+            calls.setdefault(site.path, []).append(site)
+        self._points = tuple(
+            Point(
+                path=path,
+                class_name=found[0].class_name,
+                num_calls=len(found),
+                output=found[0].result.describe(),
+                shapes=found[0].shapes,
+                dtypes=found[0].dtypes,
+                num_bytes=sum(map(_num_bytes, found)),
+            )
+            for path, found in calls.items()
+        )
+
+    @overload
+    def __getitem__(self, index: int) -> Point: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Point]: ...
+    def __getitem__(self, index: int | slice) -> Point | Sequence[Point]:
+        return self._points[index]
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+    def __str__(self) -> str:
+        rows = [("path", "class", "calls", "output", "shape", "dtype", "bytes")]
+        rows += [
+            (
+                point.path or "(model)",
+                point.class_name,
+                str(point.num_calls),
+                point.output,
+                " ".join("(" + ", ".join(map(str, s)) + ")" for s in point.shapes),
+                " ".join(point.dtypes),
+                format_bytes(point.num_bytes),
+            )
+            for point in self._points
+        ]
+        return format_table(rows)
+
+    def __repr__(self) -> str:
+        return f"Survey({len(self)} points)\n{self}"
+
+
+def _num_bytes(site: Site) -> int:
+    return sum(
+        math.prod(size for size in shape if isinstance(size, int))
+        * getattr(torch, dtype).itemsize
+        for shape, dtype in zip(site.shapes, site.dtypes, strict=True)
+    )
+
+
+def sites(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> Survey:
+    """List what a model lets one capture, without running it.
+
+    Example::
+
+        with torch.device("meta"):
+            model = LlamaForCausalLM(config)
+        print(sites(model, (torch.zeros(1, 2048, dtype=torch.long),)))
+
+    Args:
+        model: The model; neither changed nor run.  Nothing is allocated for its
+            parameters, and it may be on the meta device.
+        args: Example arguments; their shapes and dtypes count, not their values.
+        kwargs: Example keyword arguments.
+        device: Where to pretend that everything is; by default where it is.
+
+    Returns:
+        One point for each module that the run calls.
+
+    Raises:
+        SpecTypeError: ``model`` is no module.
+        TraceError: the model reads the value of a tensor.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecTypeError(
+            f"model is of type {type(model).__name__}",
+            remedy="pass a torch.nn.Module",
+        )
+    model = _torch.unwrap_optimized(model)
+    fakes = Fakes(device)
+    shadow = fakes.model(model)
+    everything = CaptureSpec({"all": Tap("**", optional=True)})
+    bound = match(everything, shadow)
+    found: list[Site] = []
+
+    def note(*fields: Any) -> None:
+        seen = Observation(*fields)
+        found.append(
+            Site(
+                path=seen.path,
+                structure=seen.structure,
+                entries=seen.entries,
+                sizes=tuple(_constant(s) for s in seen.sizes),
+                shapes=tuple(tuple(map(_symbolic, t.shape)) for t in seen.result),
+                dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in seen.result),
+                class_name=bound.classes.get(seen.path, ""),
+                hooked=seen.hooked,
+            )
+        )
+
+    saved = enter(shadow, bound.targets, note, {})
+    try:
+        # The fused kernel for inference calls no submodule.
+        with torch.no_grad(), fakes.mode, fused_attention(False):
+            shadow(*fakes.value(tuple(args)), **fakes.value(dict(kwargs or {})))
+    except _torch.no_data_errors() as error:
+        raise TraceError(
+            f"{type(model).__name__} reads the value of a tensor, so that what it "
+            "calls depends on the data",
+            why=f"{type(error).__name__}: {error}".strip().replace("\n", "\n    "),
+            remedy="survey the part of the model that does not; CapturedModule.sites "
+            "lists what a real call found",
+        ) from error
+    finally:
+        leave(saved)
+    return Survey(SiteTable(pair_hooked(found)[0]))
+
+
+def _constant(size: Any) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+def _symbolic(size: Any) -> int | str:
+    return size if isinstance(size, int) else str(size)

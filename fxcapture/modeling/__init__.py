@@ -1,0 +1,1 @@
+"""Decorators for the authors of model classes."""

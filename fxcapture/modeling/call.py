@@ -1,0 +1,306 @@
+"""One decorated call: flags in, records out.
+
+Terms
+    decorated call: one call of a method under ``capture_outputs``.
+    request: what a flag asks for, see :mod:`fxcapture.modeling.flags`.
+
+Invariants
+    Everything is scoped to the call; nothing stays on the model.
+    The same function body serves eager runs and Dynamo's trace; what cannot be traced
+    (reading the module tree, checking flags) is done at trace time, as a constant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import nn
+
+from fxcapture._torch.dynamo_for_decorators import outside_dynamo, untraced
+from fxcapture.modeling import collect, dispatch, patching
+from fxcapture.modeling.collect import Collector, Store
+from fxcapture.modeling.flags import Request, flag_name, request, spell
+from fxcapture.modeling.resolve import (
+    StorePlan,
+    bind,
+    declared_names,
+    end_trace,
+    trace_constants,
+    warn_count,
+)
+from fxcapture.runtime.model_outputs import (
+    get_field,
+    has_field,
+    inject_records,
+    to_tuple,
+)
+from fxcapture.spec.declaration import CAPTURES, declaration
+
+__all__ = ["CONFIG_DEFAULTS", "Method", "decorated"]
+
+#: Arguments that ``merge_with_config_defaults`` fills from the config.
+CONFIG_DEFAULTS = (
+    "use_cache",
+    "vision_feature_layer",
+    "vision_feature_select_strategy",
+    "vision_aspect_ratio",
+)
+#: Whether this thread is inside a decorated call; only the outermost one converts.
+_inside: ContextVar[bool] = ContextVar("fxcapture_inside", default=False)
+_SELF = 1  # positional arguments are counted without ``self``
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class Method:
+    """What is known of a decorated function when it is decorated.
+
+    Attributes:
+        positions: Parameter name to its place among the positional arguments.
+        takes_any: It has ``**kwargs``.
+        keywords: Parameters that may be passed by keyword.
+        tie: The last hidden state is replaced by the output's ``last_hidden_state``.
+        filled: Those of ``CONFIG_DEFAULTS`` that may be passed by position.
+    """
+
+    positions: dict[str, int]
+    takes_any: bool
+    keywords: frozenset[str]
+    tie: bool
+    filled: tuple[tuple[str, int], ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], tie: bool = True) -> Method:
+        """Look at the signature of ``function``."""
+        parameters = list(inspect.signature(function).parameters.values())[_SELF:]
+        positions = {
+            p.name: i
+            for i, p in enumerate(parameters)
+            if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        }
+        return cls(
+            positions,
+            any(p.kind is p.VAR_KEYWORD for p in parameters),
+            frozenset(
+                p.name
+                for p in parameters
+                if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+            ),
+            tie,
+            tuple((n, positions[n]) for n in CONFIG_DEFAULTS if n in positions),
+        )
+
+    def accepts(self, keyword: str) -> bool:
+        """Whether ``keyword`` may be passed."""
+        return self.takes_any or keyword in self.keywords
+
+
+def decorated(
+    function: Callable[..., Any], method: Method, *, captures: bool
+) -> Callable[..., Any]:
+    """``function`` with its outputs converted as ``return_dict`` says.
+
+    Args:
+        function: The method to wrap.
+        method: What is known of it.
+        captures: Whether it also collects what its model declares.
+    """
+
+    @functools.wraps(function)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        config = getattr(self, "config", None)
+        own = kwargs.pop("return_dict", None)
+        return_dict = getattr(config, "return_dict", None) if own is None else own
+        for name, place in method.filled:
+            # A decorator outside of this one has filled it in, although it was passed.
+            if place < len(args) and name in kwargs:
+                value = kwargs.pop(name)
+                if args[place] is None:
+                    args = (*args[:place], value, *args[place + 1 :])
+        tracing = torch.compiler.is_dynamo_compiling()
+        wanted: dict[str, Request] = {}
+        if captures:
+            if tracing:
+                names = declared_names(self, patching.generation)
+            else:
+                names = tuple(declaration(self))
+            for name in names:
+                asked = _requested(name, method, config, args, kwargs)
+                if asked is not False:
+                    wanted[name] = asked
+        call = _Call(function, self, args, kwargs)
+        if tracing:
+            outputs, records = _call_traced(call, wanted)
+        else:
+            if own is None and _inside.get():
+                return_dict = None
+            if not wanted and not (captures and dispatch.is_collecting()):
+                outputs, records = _call_plain(call), None
+            else:
+                outputs, records = _call_eager(call, wanted)
+        if records:
+            outputs = _inject(self, config, method, outputs, records)
+        return to_tuple(outputs) if return_dict is False else outputs
+
+    if captures:
+        setattr(wrapper, CAPTURES, method)
+    return wrapper
+
+
+def _requested(
+    name: str,
+    method: Method,
+    config: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Request:
+    """What the call asks of one record; makes ``kwargs`` fit for the forward."""
+    flag = flag_name(name)
+    value = kwargs.get(flag)
+    if value is not None:
+        asked = request(flag, value)
+        if not method.accepts(flag):
+            del kwargs[flag]
+        elif not isinstance(value, (bool, int, list, tuple)):
+            kwargs[flag] = spell(value, asked)
+        return asked
+    if flag in kwargs and not method.accepts(flag):
+        del kwargs[flag]
+    place = method.positions.get(flag, -1)
+    if 0 <= place < len(args) and args[place] is not None:
+        return request(flag, args[place])
+    return request(flag, getattr(config, flag, None))
+
+
+# ------------------------------------------------------------------- one call
+
+
+class _Call(NamedTuple):
+    """A decorated function with the arguments of one call; Dynamo traces it away."""
+
+    function: Callable[..., Any]
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@untraced
+def _call_plain(call: _Call) -> Any:
+    function, model, args, kwargs = call
+    outer = _inside.set(True)
+    try:
+        return function(model, *args, **kwargs)
+    finally:
+        _inside.reset(outer)
+
+
+@untraced
+def _call_eager(
+    call: _Call, wanted: dict[str, Request]
+) -> tuple[Any, dict[str, list[Any]]]:
+    function, model, args, kwargs = call
+    collector = None
+    outer = _inside.set(True)
+    try:
+        if wanted:
+            collector, leave = outside_dynamo(_begin_collecting, model, wanted)
+        else:
+            leave = dispatch.silence()
+        try:
+            outputs = function(model, *args, **kwargs)
+        finally:
+            outside_dynamo(leave)
+    finally:
+        _inside.reset(outer)
+    if collector is None:
+        return outputs, {}
+    return outputs, outside_dynamo(_settle, model, collector)
+
+
+def _begin_collecting(
+    model: nn.Module, wanted: dict[str, Request]
+) -> tuple[Collector, Callable[[], None]]:
+    found, stores = bind(model, wanted)
+    collector = _collector(stores)
+    return collector, dispatch.collect_from(collector, found)
+
+
+@untraced
+def _call_traced(
+    call: _Call, wanted: dict[str, Request]
+) -> tuple[Any, dict[str, list[Any]]]:
+    """The same under Dynamo, in its plainest Python."""
+    if torch.compiler.is_dynamo_compiling():
+        return _collect_traced(call, wanted)
+    # Dynamo met a graph break in here, gave up on this call, and runs it as it is.
+    if not wanted and not dispatch.is_collecting():
+        return _call_plain(call), {}
+    return _call_eager(call, wanted)
+
+
+def _collect_traced(  # traced, never executed
+    call: _Call, wanted: dict[str, Request]
+) -> tuple[Any, dict[str, list[Any]]]:
+    function, model, args, kwargs = call
+    names = tuple(wanted)
+    asked = tuple([wanted[n] for n in names])
+    stores, seats = trace_constants(model, names, asked, patching.generation)
+    collector = _collector(stores)
+    saved = collect.enter_traced(model, seats, collector)
+    try:
+        outputs = function(model, *args, **kwargs)
+    finally:
+        collect.leave_traced(saved)
+        end_trace(model, names)
+    return outputs, _settle(model, collector)
+
+
+def _collector(stores: tuple[StorePlan, ...]) -> Collector:
+    collector = Collector()
+    for name, positions, late, expected in stores:
+        collector.stores[name] = Store(
+            None if positions is None else frozenset(positions),
+            frozenset(late),
+            expected,
+        )
+    return collector
+
+
+def _settle(model: nn.Module, collector: Collector) -> dict[str, list[Any]]:
+    records = {}
+    for name, store in collector.stores.items():
+        # A record of a part that did not run, such as cross-attention, counts nothing.
+        if store.late and len(store.entries) not in (0, store.expected):
+            warn_count(model, name, len(store.entries), store.expected)
+        entries = store.settle()
+        # An attention kernel that returns no weights gives an empty record, as in
+        # transformers; where some entries have a value, each keeps its position.
+        keeps = name == "hidden_states" or store.any_value
+        records[name] = entries if keeps else []
+    return records
+
+
+def _inject(
+    model: nn.Module,
+    config: Any,
+    method: Method,
+    outputs: Any,
+    records: dict[str, list[Any]],
+) -> Any:
+    made: dict[str, tuple[Any, ...]] = {}
+    for name, entries in records.items():
+        if name == "hidden_states" and entries and entries[-1] is not None:
+            tie = getattr(config, "tie_last_hidden_states", None)
+            if method.tie if tie is None else tie:
+                for field in ("vision_hidden_states", "last_hidden_state"):
+                    if has_field(outputs, field):
+                        entries[-1] = get_field(outputs, field)
+                        break
+        made[name] = tuple(entries)
+    return inject_records(outputs, made, owner=type(model).__name__)

@@ -1,0 +1,1 @@
+"""A spec bound to modules and to the calls of one run."""

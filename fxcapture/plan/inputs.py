@@ -1,0 +1,195 @@
+"""The inputs of reductions: looked up in a call, before it runs.
+
+A name means an entry of ``capture_inputs``, or else an argument of the model, however
+it was passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fxcapture.errors import ElementError, SpecError, TargetNotFoundError, nearest
+from fxcapture.reductions import Reducers, Reduction
+from fxcapture.spec.tap import CaptureSpec
+from fxcapture.trace.mark import describe_forward
+
+__all__ = [
+    "defer_reductions",
+    "find_inputs",
+    "find_places",
+    "read_inputs",
+    "sources_of",
+]
+
+#: Where a call passes an input: position, keyword; ``None`` if it does not.
+Place = int | str | None
+
+
+def sources_of(spec: CaptureSpec) -> dict[str, tuple[str, Reduction]]:
+    """Input name to a record that needs it, and that record's reduction."""
+    return {
+        tap.reduce.source: (name, tap.reduce)
+        for name, tap in spec.items()
+        if isinstance(tap.reduce, Reduction) and tap.reduce.source is not None
+    }
+
+
+def find_inputs(
+    spec: CaptureSpec,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    capture_inputs: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Name to value of every input that a reduction of the spec needs.
+
+    Raises:
+        TargetNotFoundError: ``capture_inputs`` has an entry that no reduction names.
+        ElementError: a reduction names an input that the call does not have.
+        SpecTypeError: an input is no tensor that its reduction can use.
+    """
+    given = capture_inputs or {}
+    wanted = sources_of(spec)
+    for name in given:
+        if name not in wanted:
+            raise TargetNotFoundError(
+                f"capture_inputs has {name!r}, which no reduction of the spec names",
+                nearest=nearest(name, wanted),
+                remedy="name it in a reduction, such as reductions.gather"
+                f"({name!r}), or leave it out",
+            )
+    if not wanted:
+        return {}
+    parameters = describe_forward(model)
+    positional = parameters.names[: parameters.positional]
+    passed = dict(zip(positional, args, strict=False)) | dict(kwargs)
+    found: dict[str, Any] = {}
+    for source, (record, reduction) in wanted.items():
+        if source in given:
+            found[source] = given[source]
+        elif source in passed:
+            found[source] = passed[source]
+        elif source in parameters.names and reduction.kind != "gather":
+            found[source] = None  # left at its default: nothing is masked
+        else:
+            known = dict.fromkeys((*passed, *parameters.names))
+            raise ElementError(
+                f"record {record!r}: reduce={reduction!r} needs the input {source!r}, "
+                "which this call does not have",
+                why="the model takes " + (", ".join(known) or "no named arguments"),
+                nearest=nearest(source, known),
+                remedy=f"pass capture_inputs={{{source!r}: tensor}}",
+            )
+        reduction.check_input(found[source])
+    return found
+
+
+def find_places(
+    spec: CaptureSpec,
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    capture_inputs: Mapping[str, Any],
+) -> dict[str, Place]:
+    """Where a trace finds the inputs, all of ``capture_inputs`` being keywords.
+
+    Raises:
+        TargetNotFoundError: see :func:`find_inputs`.
+        ElementError: see :func:`find_inputs`.
+        SpecTypeError: see :func:`find_inputs`.
+        SpecError: ``capture_inputs`` has a name that the model's forward has too.
+    """
+    names, _, _, _, positional = describe_forward(model)
+    for name in capture_inputs:
+        if name in names or name in kwargs:
+            raise SpecError(
+                f"capture_inputs has {name!r}, which is an argument of the model",
+                why="both would be the exported program's input of that name",
+                remedy="name it differently in the reduction and in capture_inputs",
+            )
+    places: dict[str, Place] = {}
+    for name in find_inputs(spec, model, args, kwargs, capture_inputs):
+        if name in capture_inputs or name in kwargs:
+            places[name] = name
+        else:
+            position = names.index(name)
+            given = position < min(len(args), positional)
+            places[name] = position if given else None
+    return places
+
+
+def read_inputs(
+    forward: Callable[..., Any],
+    reducers: Reducers,
+    places: Mapping[str, Place],
+    added: Mapping[str, Any],
+) -> tuple[Callable[..., Any], dict[str, Callable[[torch.Tensor], torch.Tensor]]]:
+    """A forward that looks its inputs up, and reducers that use them; for a trace.
+
+    Args:
+        forward: The model's.
+        reducers: Record name to reducer.
+        places: Where ``forward`` is passed each input.
+        added: Keywords that are for the reducers alone.
+    """
+    found: dict[str, Any] = {}
+
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        for name, place in places.items():
+            if place is None:
+                found[name] = None
+            else:
+                found[name] = args[place] if isinstance(place, int) else kwargs[place]
+        own = {name: value for name, value in kwargs.items() if name not in added}
+        try:
+            return forward(*args, **own)
+        finally:
+            # What Dynamo traces must leave nothing behind.
+            for name in places:
+                del found[name]
+
+    def with_input(reduction: Reduction, source: str) -> Any:
+        return lambda value: reduction.apply(value, found[source])
+
+    made = {
+        name: with_input(reduce, reduce.source)
+        if isinstance(reduce, Reduction) and reduce.source is not None
+        else reduce
+        for name, reduce in reducers.items()
+    }
+    return reading, made
+
+
+def defer_reductions(
+    reducers: Reducers, inputs: Callable[[], Mapping[str, Any]]
+) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Reducers that leave a reduction with an input for after the graph.
+
+    Where a run is several graphs, a graph does not see the call's inputs.  It returns
+    the unreduced value, which is reduced as soon as the graph is done.
+
+    Args:
+        reducers: Record name to reducer.
+        inputs: The inputs of the running call; asked outside of graphs only.
+    """
+    return {
+        name: _deferred(reduce, inputs)
+        if isinstance(reduce, Reduction) and reduce.source is not None
+        else reduce
+        for name, reduce in reducers.items()
+    }
+
+
+def _deferred(
+    reduction: Reduction, inputs: Callable[[], Mapping[str, Any]]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def reduce(value: torch.Tensor) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return value
+        return reduction.apply(value, inputs()[str(reduction.source)])
+
+    return reduce

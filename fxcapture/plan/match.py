@@ -1,0 +1,241 @@
+"""A spec bound to the modules of one model, before anything runs.
+
+Terms
+    match: the paths that a tap's target means in one model, and how each is tapped.
+
+Invariants
+    It mentions modules by path only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from fxcapture.errors import ElementError, NeverCalledError, nearest
+from fxcapture.spec.attention import Attention
+from fxcapture.spec.selector import ModuleTable
+from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.trace.mark import (
+    Request,
+    Target,
+    describe_forward,
+    has_forward,
+    override_keys,
+)
+
+__all__ = ["Match", "entry_name", "match", "reducers_of", "takes_entry"]
+
+
+@final
+# Without slots, for the cached properties; compared and hashed by identity.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Match:
+    """A spec bound to the modules of one model.
+
+    Attributes:
+        paths: Record name to the matched paths, in module order.
+        targets: How each matched module is tapped.
+        classes: Path to class name.
+        requests: Path to the reductions its marks carry.
+        entries: Path to the arguments its marks carry.
+        attention: Path to the attention weights its marks carry.
+        inside_fused: A target stands inside a ``nn.TransformerEncoderLayer``, whose
+            fused kernel for inference calls none of its submodules.
+    """
+
+    paths: Mapping[str, tuple[str, ...]]
+    targets: tuple[Target, ...]
+    classes: Mapping[str, str]
+    requests: Mapping[str, tuple[Request, ...]]
+    entries: Mapping[str, tuple[int | str, ...]]
+    inside_fused: bool
+    attention: Mapping[str, tuple[Attention, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    @functools.cached_property
+    def _records(self) -> dict[str, tuple[str, ...]]:
+        return {
+            t.path: tuple(n for n, paths in self.paths.items() if t.path in paths)
+            for t in self.targets
+        }
+
+    @functools.cached_property
+    def _hooked(self) -> frozenset[str]:
+        return frozenset(t.path for t in self.targets if t.key == "_call_impl")
+
+    def records_of(self, path: str) -> tuple[str, ...]:
+        """Names of the records that tap the module at ``path``."""
+        return self._records.get(path, ())
+
+    def is_hooked(self, path: str) -> bool:
+        """Whether each call of the module gives a second observation, behind hooks."""
+        return path in self._hooked
+
+
+def _last(h: torch.Tensor) -> torch.Tensor:
+    return h[:, -1]
+
+
+def _mean(h: torch.Tensor) -> torch.Tensor:
+    return h.mean(dim=1)
+
+
+_NAMED = {"last": _last, "mean": _mean}
+
+
+def reducers_of(spec: CaptureSpec) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+    """Record name to its reduction as a function."""
+    return {
+        name: _NAMED[tap.reduce] if isinstance(tap.reduce, str) else tap.reduce
+        for name, tap in spec.items()
+        if tap.reduce is not None
+    }
+
+
+def entry_name(tap: Tap) -> int | str | None:
+    """The argument a tap copies on entry; ``None`` if it copies none."""
+    if tap.point == "input":
+        return 0 if tap.output is None else tap.output
+    return 0 if tap.initial else None
+
+
+def takes_entry(tap: Tap) -> bool:
+    """Whether a tap wants something that stands among a site's entries."""
+    return entry_name(tap) is not None or tap.attention is not None
+
+
+def match(spec: CaptureSpec, model: nn.Module) -> Match:
+    """Find the modules that a spec means.
+
+    Raises:
+        TargetNotFoundError: a target matches nothing.
+        AmbiguousTargetError: a class name names several classes.
+        NeverCalledError: an exact path names a container that cannot be called.
+        ElementError: ``point="input"`` names a parameter that ``forward`` lacks.
+    """
+    table = ModuleTable(model)
+    paths: dict[str, tuple[str, ...]] = {}
+    entries: dict[str, dict[int | str, None]] = {}
+    for name, tap in spec.items():
+        found = tap.target.match(table, optional=tap.optional)
+        found = tuple(p for p in found if _callable_or_named(p, table, tap, name))
+        paths[name] = found
+        for path in found:
+            wanted = entries.setdefault(path, {})
+            entry = entry_name(tap)
+            if entry is not None:
+                _check_parameter(table.first[path][1], entry, path, tap, name)
+                wanted.setdefault(entry)
+    targets = []
+    requests: dict[str, tuple[Request, ...]] = {}
+    attention: dict[str, tuple[Attention, ...]] = {}
+    for path, wanted in entries.items():
+        real_path, module = table.first[path]
+        order = tuple(wanted)
+        attention[path] = tuple(
+            dict.fromkeys(
+                asked
+                for name, found in paths.items()
+                if path in found and (asked := spec[name].attention) is not None
+            )
+        )
+        requests[path] = tuple(
+            _request(name, spec[name], order, attention[path])
+            for name, found in paths.items()
+            if path in found and spec[name].reduce is not None
+        )
+        keys = override_keys(module)
+        parameters = describe_forward(module)
+        for key in keys:
+            # Of a pair, the inner override sees what forward received, the outer what
+            # the caller gets.
+            outer = len(keys) > 1 and key == keys[-1]
+            targets.append(
+                Target(
+                    path=path,
+                    real_path=tuple(real_path.split(".")) if real_path else (),
+                    key=key,
+                    entries=() if outer else order,
+                    names=parameters.names,
+                    defaults=parameters.defaults,
+                    requests=tuple(r._replace(entry=-1) for r in requests[path])
+                    if outer
+                    else requests[path],
+                    attention=() if outer else attention[path],
+                    positional=parameters.positional,
+                )
+            )
+    return Match(
+        paths=paths,
+        targets=tuple(targets),
+        classes={p: type(table.first[p][1]).__name__ for p in entries},
+        requests=requests,
+        entries={p: tuple(w) for p, w in entries.items()},
+        attention=attention,
+        inside_fused=any(
+            isinstance(entry.module, nn.TransformerEncoderLayer)
+            and any(
+                p.startswith(f"{entry.path}." if entry.path else "") and p != entry.path
+                for p in entries
+            )
+            for entry in table.candidates()
+        ),
+    )
+
+
+def _request(
+    name: str,
+    tap: Tap,
+    entries: Sequence[int | str],
+    attention: Sequence[Attention],
+) -> Request:
+    entry = entry_name(tap)
+    if tap.attention is not None:
+        place = len(entries) + attention.index(tap.attention)
+    else:
+        place = -1 if entry is None else entries.index(entry)
+    result = tap.point == "output" and tap.attention is None
+    return Request(name, tap.output, place, result)
+
+
+def _callable_or_named(path: str, table: ModuleTable, tap: Tap, name: str) -> bool:
+    """Whether a match can be called; a container that a glob swept up is skipped.
+
+    A container that was named exactly is an error instead.
+    """
+    module = table.first[path][1]
+    if has_forward(module):
+        return True
+    if path in tap.target.parts and not tap.optional:
+        raise NeverCalledError(
+            f"record {name!r}: target {path!r} is never called",
+            why=f"a {type(module).__name__} is a container without its own forward",
+            nearest=[f"{path}.{n}" if path else n for n, _ in module.named_children()],
+            remedy=f"name its children, such as {path + '.*' if path else '*'!r}",
+        )
+    return False
+
+
+def _check_parameter(
+    module: nn.Module, entry: int | str, path: str, tap: Tap, name: str
+) -> None:
+    names, _, takes_more, takes_named, _ = describe_forward(module)
+    if isinstance(entry, int):
+        known = takes_more or takes_named or 0 <= entry < len(names)
+    else:
+        known = takes_named or entry in names
+    if tap.point == "input" and not known and not tap.optional:
+        raise ElementError(
+            f"record {name!r}: input {entry!r} does not exist in {path!r} "
+            f"({type(module).__name__})",
+            why="forward takes " + (", ".join(names) or "no parameters"),
+            nearest=nearest(str(entry), names),
+            remedy="name a parameter of forward, by position or name",
+        )

@@ -1,0 +1,1 @@
+"""Running a compiled model with its capture: programs, compiled graphs, calls."""

@@ -1,0 +1,397 @@
+"""The composition: spec -> sites -> plan -> passes -> compiled program -> records.
+
+The one module that knows every stage.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, final
+
+from torch import fx, nn
+
+from fxcapture import _torch
+from fxcapture.errors import EagerSiteError, SpecTypeError
+from fxcapture.passes.base import TapKey
+from fxcapture.passes.insert_taps import COPIES
+from fxcapture.plan.plan import Slot, canonical_selection
+from fxcapture.plan.records import Captured, Records
+from fxcapture.plan.sites import Site, SiteTable, format_table
+from fxcapture.runtime.compiled_graph import WholeGraph
+from fxcapture.runtime.dynamo import DynamoProgram
+from fxcapture.runtime.functional import collector
+from fxcapture.runtime.model_outputs import has_field, inject_records
+from fxcapture.spec.declared_spec import declared_spec
+from fxcapture.spec.selector import Selector
+from fxcapture.spec.tap import CaptureSpec
+
+__all__ = ["CapturedModule", "compile"]
+
+
+def compile(
+    model: nn.Module,
+    spec: CaptureSpec | Mapping[str, Any] | None = None,
+    *,
+    keep_output: bool = True,
+    regions: Any = None,
+    on_eager: Literal["allow", "error"] = "allow",
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    **torch_compile_kwargs: Any,
+) -> CapturedModule:
+    """Compile a model together with a capture spec.
+
+    Example::
+
+        spec = CaptureSpec({"hidden": Tap("layers.*", select=[0, -2])})
+        captured = compile(model, spec, fullgraph=True)
+        output, records = captured(input_ids)
+
+    Args:
+        model: The model.  It is not changed, now or by a call.
+        spec: What to capture; a mapping is made into a :class:`CaptureSpec`.  ``None``:
+            what the model declares with ``_can_record_outputs``; the records then stand
+            in the returned output object as well, where it has such fields.
+        keep_output: With ``False`` the caller wants the records alone: the program ends
+            at the last operation that a record needs, and ``output`` is ``None``.
+            Buffers that later layers would have written are then not written.
+        regions: A target (glob, class, ...): each matched block is compiled on its own,
+            one compilation for all blocks of a kind, and the rest of the model runs
+            eagerly.  ``fullgraph`` then holds for each block.
+        on_eager: What to do where a value comes from outside every graph: ``"allow"``
+            records it all the same, ``"error"`` raises.
+        fullgraph: Raise where the model cannot be traced as one graph.
+        dynamic: As in ``torch.compile``.
+        backend: Name of a Dynamo backend, or a callable ``(graph_module, inputs)``.
+            Records are copied out of graphs that write into the same outputs again
+            (CUDA graphs); a callable of which that is true says so with an attribute
+            ``reuses_outputs = True``.
+        mode: As in ``torch.compile``.
+        options: As in ``torch.compile``.
+        **torch_compile_kwargs: Further keywords of ``torch.compile``.
+
+    Returns:
+        A wrapper whose call returns :class:`Captured`.
+
+    Raises:
+        SpecTypeError: ``model`` or ``spec`` is of the wrong type.
+        TargetNotFoundError: a target matches no module of the model.
+        AmbiguousTargetError: a class name names several classes.
+    """
+    if not isinstance(model, nn.Module):
+        raise SpecTypeError(
+            f"model is of type {type(model).__name__}",
+            why="sites are calls of submodules, so it has to be a torch.nn.Module",
+            remedy="pass the module; for a function that calls one, pass the module "
+            "and call the captured module inside the function",
+        )
+    if on_eager not in ("allow", "error"):
+        raise SpecTypeError(
+            f"on_eager={on_eager!r} is not known", remedy='pass "allow" or "error"'
+        )
+    declared = spec is None
+    if spec is None:
+        spec = declared_spec(_torch.unwrap_optimized(model))
+    elif not isinstance(spec, CaptureSpec):
+        spec = CaptureSpec(spec)
+    settings = {
+        "declared": declared,
+        "keep_output": keep_output,
+        "regions": None if regions is None else Selector.of(regions),
+        "on_eager": on_eager,
+        "fullgraph": fullgraph,
+        "dynamic": dynamic,
+        "backend": backend,
+        "mode": mode,
+        "options": options,
+        **torch_compile_kwargs,
+    }
+    return CapturedModule(model, spec, settings)
+
+
+@final
+class CapturedModule(nn.Module):
+    """A compiled model whose call returns its output and the records.
+
+    Made by :func:`compile`.  Attributes, ``state_dict``, ``train`` and everything else
+    of a module reach the model; names have no prefix.
+    """
+
+    _fxc_model: nn.Module
+    _fxc_spec: CaptureSpec
+    _fxc_settings: dict[str, Any]
+    _fxc_selection: tuple[tuple[str, Any], ...]
+    _fxc_program: DynamoProgram
+    _fxc_collect: Callable[..., tuple[Any, Records]]
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: CaptureSpec,
+        settings: Mapping[str, Any],
+        *,
+        program: DynamoProgram | None = None,
+        selection: tuple[tuple[str, Any], ...] = (),
+    ) -> None:
+        super().__init__()
+        model = _torch.unwrap_optimized(model)
+        own = self.__dict__
+        # The very dictionaries of the model: names have no prefix, and who swaps a
+        # parameter here (torch.func.functional_call) swaps the model's.
+        for name in (
+            "_parameters",
+            "_buffers",
+            "_non_persistent_buffers_set",
+            "_modules",
+        ):
+            own[name] = model.__dict__[name]
+        del own["training"]  # found on the model, through __getattr__
+        if program is None:
+            kwargs = dict(settings)
+            kwargs.pop("on_eager")
+            kwargs.pop("declared")
+            program = DynamoProgram(
+                model,
+                spec,
+                keep_output=kwargs.pop("keep_output"),
+                backend=kwargs.pop("backend"),
+                mode=kwargs.pop("mode"),
+                options=kwargs.pop("options"),
+                dynamic=kwargs.pop("dynamic"),
+                fullgraph=kwargs.pop("fullgraph"),
+                regions=kwargs.pop("regions"),
+                compile_kwargs=kwargs,
+            )
+        own["_fxc_model"] = model
+        own["_fxc_spec"] = spec
+        own["_fxc_settings"] = dict(settings)
+        own["_fxc_selection"] = selection
+        own["_fxc_program"] = program
+        own["_fxc_collect"] = collector(model, spec)
+
+    def forward(
+        self,
+        /,
+        *args: Any,
+        select: Mapping[str, Any] | None = None,
+        capture_inputs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Captured:
+        """Run the model.
+
+        Args:
+            *args: The model's arguments.
+            select: Record name to positions, for this call alone; no second trace.
+            capture_inputs: Name to tensor: inputs of the spec's reductions that are no
+                arguments of the model.
+            **kwargs: The model's keyword arguments.
+
+        Returns:
+            The output and the records.
+
+        Raises:
+            TargetError: the spec does not fit what the run called.
+            CaptureError: a value cannot be captured.
+        """
+        selection = self._fxc_selection
+        if select:
+            merged = dict(selection) | dict(select)
+            selection = canonical_selection(self._fxc_spec, merged)
+        if _torch.is_traced():
+            # Part of a larger trace: the records are outputs of that.
+            model = self._fxc_model
+            output, records = self._fxc_collect(
+                lambda: model(*args, **kwargs), selection
+            )
+            kept = output if self._fxc_settings["keep_output"] else None
+            return Captured(kept, records)
+        program = self._fxc_program
+        output, records = program.run(args, kwargs, selection, capture_inputs)
+        if self._fxc_settings["on_eager"] == "error":
+            _refuse_eager(program)
+        if self._fxc_settings["declared"]:
+            fields = {n: v for n, v in records.items() if has_field(output, n)}
+            output = inject_records(output, fields) if fields else output
+        return Captured(output, records)
+
+    def select(self, **select: Any) -> CapturedModule:
+        """A sibling with other positions, on the same trace.
+
+        Args:
+            **select: Record name to positions: int, ints, slice, or ``None`` for all.
+
+        Raises:
+            TargetNotFoundError: a name is no record of the spec.
+        """
+        merged = dict(self._fxc_selection) | select
+        return CapturedModule(
+            self._fxc_model,
+            self._fxc_spec,
+            self._fxc_settings,
+            program=self._fxc_program,
+            selection=canonical_selection(self._fxc_spec, merged),
+        )
+
+    @property
+    def spec(self) -> CaptureSpec:
+        """The spec, with this sibling's selection."""
+        return self._fxc_parts()[1]
+
+    @property
+    def sites(self) -> SiteTable:
+        """What the latest call found, in call order; empty before the first call."""
+        return self._fxc_program.last_sites
+
+    @property
+    def graphs(self) -> tuple[fx.GraphModule, ...]:
+        """The instrumented graphs compiled so far, in order; do not edit them."""
+        return tuple(g for c in self._fxc_program.compiled for g in c.graphs())
+
+    def explain(self, format: Literal["table", "text", "svg", "dot"] = "table") -> str:
+        """Per record, which site fed which position in the latest call, and where.
+
+        Args:
+            format: ``"table"`` lists positions, with the reason for each copy and for
+                what ran eagerly; ``"text"``, ``"svg"`` and ``"dot"`` draw the model's
+                modules with their taps.
+
+        Raises:
+            SpecError: the format is none of these.
+        """
+        if format != "table":
+            # Not imported with the package: few programs draw.
+            from fxcapture.inspect.drawing.picture import draw
+
+            return draw(self, format)
+        return explain(self._fxc_program, self._fxc_selection)
+
+    def _fxc_parts(self) -> tuple[nn.Module, CaptureSpec, DynamoProgram]:
+        """The model, the spec (with this sibling's selection) and the program."""
+        spec = _selected(self._fxc_spec, self._fxc_selection)
+        return self._fxc_model, spec, self._fxc_program
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached for what is neither here nor a parameter or submodule of the model.
+        model = self.__dict__.get("_fxc_model")
+        if model is None:
+            raise AttributeError(name)
+        return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._fxc_model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._fxc_model, name)
+
+    def __dir__(self) -> list[str]:
+        own = super().__dir__()  # type: ignore[no-untyped-call]
+        return sorted({*own, *dir(self._fxc_model)})
+
+    def __repr__(self) -> str:
+        return f"CapturedModule({self.spec!r})\n{self._fxc_model!r}"
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # Compiled code cannot be copied or stored: a copy compiles again when called.
+        return _rebuild, (
+            self._fxc_model,
+            self._fxc_spec,
+            self._fxc_settings,
+            self._fxc_selection,
+        )
+
+
+def _selected(spec: CaptureSpec, selection: tuple[tuple[str, Any], ...]) -> CaptureSpec:
+    """The spec with other positions."""
+    if not selection:
+        return spec
+    chosen = dict(selection)
+    return CaptureSpec(
+        {n: t.with_select(chosen.get(n, t.select)) for n, t in spec.items()}
+    )
+
+
+def _rebuild(
+    model: nn.Module,
+    spec: CaptureSpec,
+    settings: Mapping[str, Any],
+    selection: tuple[tuple[str, Any], ...],
+) -> CapturedModule:
+    return CapturedModule(model, spec, settings, selection=selection)
+
+
+def _delegate(name: str) -> Callable[..., Any]:
+    """A method that is the model's own, which may have overridden nn.Module's."""
+
+    @functools.wraps(getattr(nn.Module, name))
+    def method(self: CapturedModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self._fxc_model, name)(*args, **kwargs)
+        return self if result is self._fxc_model else result
+
+    return method
+
+
+for _name in dir(nn.Module):
+    # The rest of the module interface.  What the call itself goes through stays: hooks
+    # of the model run when the model is called, not a second time around it.
+    _own = _name.startswith("_") or _name in CapturedModule.__dict__
+    if not _own and callable(getattr(nn.Module, _name)):
+        setattr(CapturedModule, _name, _delegate(_name))
+CapturedModule._apply = _delegate("_apply")  # type: ignore[method-assign]
+
+
+def _refuse_eager(program: DynamoProgram) -> None:
+    eager = [site for site in program.last_sites if site.graph is None]
+    if eager:
+        raise EagerSiteError(
+            f"the value of {eager[0].describe()} comes from outside every graph"
+            + (f", and {len(eager) - 1} more" if len(eager) > 1 else ""),
+            why=program.break_reason or "Dynamo ran the module's caller eagerly",
+            remedy='remove the graph break, or pass on_eager="allow"',
+        )
+
+
+def explain(program: DynamoProgram, selection: tuple[tuple[str, Any], ...]) -> str:
+    """See :meth:`CapturedModule.explain`."""
+    sites = program.last_sites
+    if not sites:
+        return "no call has been made yet"
+    plan = program.plan_of(sites, selection)
+    rows = [("record", "position", "site", "call", "where", "memory")]
+    for record in plan.records:
+        for i, slot in enumerate(record.slots):
+            if slot is None:
+                path = record.paths[i]
+                rows.append((record.name, str(i), path, "", "not selected", ""))
+                continue
+            site = sites[slot.site]
+            where = "eager" if site.graph is None else f"graph {site.graph}"
+            if site.region:
+                where += " in " + " in ".join(reversed(site.region))
+            if slot.entry:
+                where += " (input)"
+            path, call = site.path or "(model)", str(site.call)
+            memory = _copies_of(program, slot, site)
+            rows.append((record.name, str(i), path, call, where, memory))
+    text = format_table(rows)
+    if program.break_reason:
+        text += "\n\nnot one graph, because:\n" + program.break_reason.strip()
+    return text
+
+
+def _copies_of(program: DynamoProgram, slot: Slot, site: Site) -> str:
+    """Whether the values of a slot are copies, and why; empty where it is not known."""
+    if site.graph is None:
+        return "copied: what runs outside a graph may be written to"
+    for compiled in program.compiled:
+        if isinstance(compiled, WholeGraph) and compiled.number == site.graph:
+            for graph in compiled.graphs():
+                copies: Mapping[TapKey, str] = graph.meta[COPIES]
+                keys = [TapKey(slot.site, leaf=leaf) for _, leaf in slot.leaves]
+                found = dict.fromkeys(copies[key] for key in keys if key in copies)
+                if found:
+                    return "; ".join(found)
+    return ""

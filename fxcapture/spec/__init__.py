@@ -1,0 +1,1 @@
+"""What a user asks for: selectors, taps, specs, and what a model class declares."""

@@ -1,0 +1,333 @@
+"""The eager reference: what records should hold, found without tracing anything.
+
+The model runs eagerly, with forward hooks that copy what they see at once.  No code is
+shared with the tracing path: that is what makes it a reference.
+
+Terms
+    direct call: ``child.forward(x)`` instead of ``child(x)``.  Forward hooks do not see
+        it; it counts as a call all the same, so the reference watches for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast, final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from fxcapture import _torch
+from fxcapture.plan.inputs import find_inputs
+from fxcapture.plan.plan import Match, entry_name, match
+from fxcapture.plan.records import Captured, Records
+from fxcapture.reductions import Reduction
+from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.trace.mark import describe_forward
+
+__all__ = ["copied", "eager_reference", "map_tensors", "snapshot"]
+
+
+def eager_reference(
+    model: nn.Module,
+    spec: CaptureSpec,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Captured:
+    """Run a model eagerly and record what the spec asks for, with forward hooks.
+
+    The random state and the model's buffers are put back afterwards, and tensors in
+    ``args`` and ``kwargs`` are copied first, so that a second run sees what this saw.
+
+    Args:
+        model: The model, not compiled.
+        spec: What to record.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Output and records; tensors of the records are detached copies.
+    """
+    model = _torch.unwrap_optimized(model)
+    bound = match(spec, model)
+    seen: list[_Seen] = []
+    given = dict(kwargs or {})
+    extra = given.pop("capture_inputs", None)
+    args = tuple(copied(tuple(args)))
+    kwargs = copied(given)
+    inputs = find_inputs(spec, model, args, kwargs, extra)
+    with _unchanged(model), _watching(model, bound, spec, seen):
+        output = model(*args, **kwargs)
+    values: dict[str, tuple[Any, ...]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    for name, tap in spec.items():
+        hits = [s for s in seen if s.path in bound.paths[name]]
+        entries = [(h.path, _value_of(h, tap, inputs)) for h in hits]
+        if tap.initial and hits:
+            first = _reduced(tap, hits[0].entries[0], inputs)
+            entries.insert(0, (hits[0].path, first))
+        chosen = _chosen(tap.select, len(entries))
+        values[name] = tuple(
+            v if i in chosen else None for i, (_, v) in enumerate(entries)
+        )
+        paths[name] = tuple(p for p, _ in entries)
+    return Captured(output, Records(values, paths))
+
+
+@final
+@dataclasses.dataclass(slots=True)
+class _Seen:
+    """One call: its path, copies of the arguments asked for, and of its result."""
+
+    path: str
+    entries: dict[int | str, Any]
+    result: Any
+    weights: list[torch.Tensor]
+
+
+def _value_of(seen: _Seen, tap: Tap, inputs: Mapping[str, Any]) -> Any:
+    if tap.attention is not None:
+        (weights,) = seen.weights
+        weights = _picked(weights, tap.attention.heads, 1)
+        return _reduced(tap, _picked(weights, tap.attention.queries, 2), inputs)
+    if tap.point == "input":
+        return _reduced(tap, seen.entries[entry_name(tap)], inputs)  # type: ignore[index]
+    return _reduced(tap, _element(seen.result, tap.output), inputs)
+
+
+def _picked(value: torch.Tensor, positions: Any, dim: int) -> torch.Tensor:
+    places = list(range(value.shape[dim]))
+    if positions is not None and positions[0] == "slice":
+        places = places[slice(*positions[1:])]
+    elif positions is not None:
+        places = [places[i] for i in positions]
+    return value.index_select(dim, torch.tensor(places, device=value.device))
+
+
+class _NoteWeights(TorchFunctionMode):
+    """Notes the weights of fused calls: what they make of the unit matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights: list[torch.Tensor] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        fused = torch.nn.functional.scaled_dot_product_attention
+        if func is fused:
+            bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args,
+                             strict=False)) | kwargs  # fmt: skip
+            key = bound["key"]
+            unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
+            unit = unit.expand(*key.shape[:-2], -1, -1)
+            more = {"value": unit, "dropout_p": 0.0}
+            if len(args) > 5:
+                more |= {"is_causal": args[5]}
+            self.weights.append(fused(**(bound | more)).detach())
+        elif func is torch.ops.higher_order.flex_attention:
+            query, key, _, *more_args = args
+            unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
+            unit = unit.expand(*key.shape[:-2], -1, -1)
+            weights = func(query, key, unit, *more_args, **kwargs)[0]
+            self.weights.append(weights.detach())
+        return func(*args, **kwargs)
+
+
+def _element(value: Any, name: int | str | None) -> Any:
+    if name is None or isinstance(value, (torch.Tensor, torch.Size)):
+        return value
+    if isinstance(value, Mapping):
+        if name in value:
+            return value[name]
+        return value[name] if hasattr(value, "to_tuple") else value[str(name)]
+    if isinstance(value, (tuple, list)):
+        return value[name] if isinstance(name, int) else getattr(value, name)
+    if dataclasses.is_dataclass(value) and isinstance(name, str):
+        return getattr(value, name)
+    return value
+
+
+def _reduced(tap: Tap, value: Any, inputs: Mapping[str, Any]) -> Any:
+    def one(t: torch.Tensor) -> torch.Tensor:
+        if isinstance(tap.reduce, Reduction):
+            t = tap.reduce.apply(t, inputs.get(str(tap.reduce.source)))
+        elif tap.reduce == "last":
+            t = t[:, -1]
+        elif tap.reduce == "mean":
+            t = t.mean(dim=1)
+        elif callable(tap.reduce):
+            t = tap.reduce(t)
+        dtype = tap.dtype if t.is_floating_point() else None
+        return t.to(device=tap.device, dtype=dtype)
+
+    return map_tensors(value, one)
+
+
+def _chosen(select: Any, length: int) -> frozenset[int]:
+    if select is None:
+        return frozenset(range(length))
+    if isinstance(select, tuple):
+        return frozenset(i % length for i in select if -length <= i < length)
+    return frozenset(select.indices(length))
+
+
+def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A value with a function applied to its tensors, containers made anew."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, torch.Size):
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*[map_tensors(v, function) for v in value])
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(v, function) for v in value]
+        return items if type(value) is list else type(value)(items)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, item in value.items():
+            made[key] = map_tensors(item, function)
+        return made
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        made = copy.copy(cast(Any, value))
+        for field in dataclasses.fields(value):
+            item = map_tensors(getattr(value, field.name), function)
+            object.__setattr__(made, field.name, item)
+        return made
+    return value
+
+
+def snapshot(value: Any) -> Any:
+    """A copy of a value whose tensors are detached copies."""
+    return map_tensors(value, lambda t: t.detach().clone())
+
+
+def copied(value: Any) -> Any:
+    """Arguments of their own for a run: the model may write to them."""
+
+    def one(t: torch.Tensor) -> torch.Tensor:
+        return t.detach().clone().requires_grad_(t.requires_grad)
+
+    if isinstance(value, (tuple, list, dict)):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        made = {k: copied(v) for k, v in items}
+        return made if isinstance(value, dict) else type(value)(made.values())
+    if isinstance(value, torch.Tensor):
+        return one(value)
+    return copy.deepcopy(value)
+
+
+@contextlib.contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    if name in buffers:
+                        buffer.copy_(buffers[name])
+
+
+@contextlib.contextmanager
+def _watching(
+    model: nn.Module, bound: Match, spec: CaptureSpec, seen: list[_Seen]
+) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        done: set[str] = set()
+        for target in bound.targets:
+            if target.path not in done:
+                done.add(target.path)
+                module = model
+                for name in target.real_path:
+                    module = module._modules[name]  # type: ignore[assignment]
+                wanted = bound.entries[target.path]
+                watched = bool(bound.attention.get(target.path))
+                _watch(stack, module, target.path, wanted, seen, watched)
+        if bound.inside_fused:
+            before = torch.backends.mha.get_fastpath_enabled()
+            torch.backends.mha.set_fastpath_enabled(False)
+            stack.callback(torch.backends.mha.set_fastpath_enabled, before)
+        yield
+
+
+def _watch(
+    stack: contextlib.ExitStack,
+    module: nn.Module,
+    path: str,
+    wanted: Sequence[int | str],
+    seen: list[_Seen],
+    attention: bool,
+) -> None:
+    # Calls in progress of this module: the arguments, and whether forward has begun.
+    calls: list[dict[str, Any]] = []
+    known = _arguments_of(module)
+    own_forward = module.forward
+    weights: list[list[torch.Tensor]] = []
+
+    def original(*args: Any, **kwargs: Any) -> Any:
+        if not attention:
+            return own_forward(*args, **kwargs)
+        with _NoteWeights() as noted:
+            value = own_forward(*args, **kwargs)
+        weights.append(noted.weights)
+        return value
+
+    def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
+        return {w: snapshot(known(w, args, kwargs)) for w in wanted}
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append({"entries": arguments(args, kwargs), "begun": False})
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        call = calls.pop()
+        noted = weights.pop() if weights else []
+        seen.append(_Seen(path, call["entries"], snapshot(output), noted))
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if calls and not calls[-1]["begun"]:
+            calls[-1]["begun"] = True
+            return original(*args, **kwargs)
+        entries = arguments(args, kwargs)
+        output = original(*args, **kwargs)
+        noted = weights.pop() if weights else []
+        seen.append(_Seen(path, entries, snapshot(output), noted))
+        return output
+
+    present, own = "forward" in module.__dict__, module.__dict__.get("forward")
+    module.__dict__["forward"] = forward
+
+    def restore() -> None:
+        if present:
+            module.__dict__["forward"] = own
+        else:
+            del module.__dict__["forward"]
+
+    stack.callback(restore)
+    if isinstance(module, torch.jit.ScriptModule):
+        return  # it refuses forward hooks; every call counts as a direct one
+    stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+    stack.callback(module.register_forward_hook(after).remove)
+
+
+def _arguments_of(module: nn.Module) -> Callable[..., Any]:
+    """Tells one argument of a call, or its default if that is a plain constant."""
+    known = describe_forward(module)
+
+    def argument(
+        which: int | str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        given = dict(zip(known.names, known.defaults, strict=True))
+        given |= dict(zip(known.names[: known.positional], args, strict=False)) | kwargs
+        if isinstance(which, str):
+            return given.get(which)
+        if which < len(args):
+            return args[which]
+        return given.get(known.names[which]) if which < len(known.names) else None
+
+    return argument
