@@ -17,8 +17,10 @@ from fxcapture.errors import (
     TargetNotFoundError,
     UnsupportedOutputError,
 )
-from fxcapture.plan.plan import Plan, canonical_selection, match, resolve
-from fxcapture.plan.sites import Site, SiteTable
+from fxcapture.plan.match import match
+from fxcapture.plan.plan import Plan
+from fxcapture.plan.resolve import canonical_selection, resolve
+from fxcapture.plan.sites import Site, SiteTable, Value
 from fxcapture.trace.structure import encode
 from tests.models import Attention, encoder
 
@@ -26,7 +28,7 @@ MODEL = nn.Sequential(*[nn.Identity() for _ in range(3)])
 
 
 def site(path: str, structure: str = "T", entries: str = "t(T)") -> Site:
-    return Site(path=path, structure=structure, entries=entries)
+    return Site(path=path, structure=structure, entry=Value(entries))
 
 
 def plan_of(tap: Tap, called: Sequence[str], **select: Any) -> Plan:

@@ -17,12 +17,13 @@ from fxcapture._torch.compilers import (
     reuses_outputs,
     without_disable,
 )
-from fxcapture._torch.dynamo import constant, is_traced, no_tracing
-from fxcapture._torch.fakes import fake_mode, no_data_errors
+from fxcapture._torch.dynamo import constant, is_traced, no_tracing, own_code
+from fxcapture._torch.fakes import fake_mode, is_fake, no_data_errors
 from fxcapture._torch.graphs import (
     copy_node_source,
     extend_pytree_output,
     fake_mode_of,
+    fake_mode_of_values,
     graph_module_like,
     has_pytree_output,
     make_aten_graph,
@@ -47,7 +48,13 @@ from fxcapture._torch.pytrees import (
     register_pytree,
     unflatten,
 )
-from fxcapture._torch.storages import is_dense, storage_id, surely_equal
+from fxcapture._torch.storages import (
+    is_dense,
+    is_recorded,
+    storage_id,
+    surely_equal,
+    version_of,
+)
 from fxcapture._torch.transforms import (
     in_transform,
     indexing_by_tensors,
@@ -63,6 +70,7 @@ __all__ = [
     "extend_pytree_output",
     "fake_mode",
     "fake_mode_of",
+    "fake_mode_of_values",
     "flatten_arguments",
     "flop_formula",
     "graph_module_like",
@@ -73,7 +81,9 @@ __all__ = [
     "indexing_by_tensors",
     "is_compiled_in_place",
     "is_dense",
+    "is_fake",
     "is_higher_order",
+    "is_recorded",
     "is_traced",
     "is_transformed",
     "late_compilation",
@@ -84,6 +94,7 @@ __all__ = [
     "output_paths",
     "output_spec_with",
     "override_states",
+    "own_code",
     "own_pytree_output",
     "plain_spec",
     "register_pytree",
@@ -97,6 +108,7 @@ __all__ = [
     "transform_function",
     "unflatten",
     "unwrap_optimized",
+    "version_of",
     "while_recomputing",
     "without_disable",
 ]

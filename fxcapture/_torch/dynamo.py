@@ -1,4 +1,4 @@
-"""What Dynamo says of a trace, and its exceptions.
+"""What Dynamo says of a trace, what it caches by, and its exceptions.
 
 Tested on torch 2.13.0 and 2.14.1.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["constant", "is_traced", "no_tracing"]
+__all__ = ["constant", "is_traced", "no_tracing", "own_code"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -22,6 +23,29 @@ def constant(function: F) -> F:
     """``torch.compiler.assume_constant_result``, which would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function with a code object and globals that nothing else has.
+
+    Dynamo caches what it compiled by code object, keeps what it learned of shapes by
+    the code's file, line and name, and puts compiled functions into the globals.  So
+    the copy shares nothing with another, and takes all of it along when it goes.
+
+    Args:
+        function: A Python function.
+        name: A name that is the same in the next process, for caches on disk.
+    """
+    assert isinstance(function, types.FunctionType)
+    made = types.FunctionType(
+        function.__code__.replace(co_name=name, co_qualname=name),
+        dict(function.__globals__),
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
 
 
 def is_traced() -> bool:

@@ -5,9 +5,10 @@ Tested on torch 2.13.0 and 2.14.1.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
-__all__ = ["fake_mode", "no_data_errors"]
+__all__ = ["fake_mode", "is_fake", "no_data_errors"]
 
 
 def fake_mode() -> Any:
@@ -30,3 +31,12 @@ def no_data_errors() -> tuple[type[Exception], ...]:
         fake_tensor.DynamicOutputShapeException,
         GuardOnDataDependentSymNode,
     )
+
+
+def is_fake(value: Any) -> bool:
+    """Whether a tensor is one of those without data that tracers run on.
+
+    Asked where a fake one may come, without importing what makes them.
+    """
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    return module is not None and isinstance(value, module.FakeTensor)

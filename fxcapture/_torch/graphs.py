@@ -18,6 +18,7 @@ __all__ = [
     "copy_node_source",
     "extend_pytree_output",
     "fake_mode_of",
+    "fake_mode_of_values",
     "graph_module_like",
     "has_pytree_output",
     "make_aten_graph",
@@ -47,6 +48,12 @@ def graph_module_like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
     cls = _LazyGraphModule if isinstance(gm, _LazyGraphModule) else fx.GraphModule
     return cls(gm, graph, class_name=type(gm).__name__)
+
+
+def fake_mode_of_values(values: Sequence[Any]) -> Any:
+    """The fake tensor mode that values were traced under, as a context."""
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return torch._guards.detect_fake_mode(tensors) or contextlib.nullcontext()
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:

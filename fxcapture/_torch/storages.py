@@ -11,7 +11,7 @@ import torch
 
 from fxcapture._torch.transforms import is_transformed
 
-__all__ = ["is_dense", "storage_id", "surely_equal"]
+__all__ = ["is_dense", "is_recorded", "storage_id", "surely_equal", "version_of"]
 
 
 def storage_id(value: torch.Tensor) -> int | None:
@@ -54,3 +54,18 @@ def is_dense(value: torch.Tensor) -> bool:
         dims.remove(match)
         expected = expected * match[1]
     return True
+
+
+def version_of(value: torch.Tensor) -> int:
+    """How often something has written to a tensor, or to what it shares memory with."""
+    return value._version
+
+
+def is_recorded(value: torch.Tensor) -> bool:
+    """Whether autograd has recorded how a tensor was made, and in memory of its own.
+
+    A view of a leaf shares the memory of a parameter, or of what the caller passed.
+    """
+    if value.grad_fn is None:
+        return False
+    return not value._is_view() or value._base is None or not value._base.is_leaf

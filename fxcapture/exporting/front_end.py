@@ -22,7 +22,7 @@ import inspect
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,11 +41,16 @@ from fxcapture.exporting.manifest import OutputInfo, RecordLayout
 from fxcapture.exporting.output_names import OutputNamer
 from fxcapture.passes.analyses.collect_marks import MarkedSites
 from fxcapture.passes.base import TapKey
+from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.inputs import Place, find_places, read_inputs
-from fxcapture.plan.plan import Plan, reducers_of
+from fxcapture.plan.match import reducers_of
+from fxcapture.plan.plan import Plan
 from fxcapture.reductions import Reducers
 from fxcapture.spec.tap import CaptureSpec
-from fxcapture.trace.mark import Target, describe_forward, emit_mark, enter, leave
+from fxcapture.trace.mark import emit_mark
+from fxcapture.trace.observe import Target
+from fxcapture.trace.scope import Saved, enter, leave, steps_to
+from fxcapture.trace.signature import describe_forward
 
 __all__ = ["attach", "overridden", "trace", "with_plain_output"]
 
@@ -68,6 +73,7 @@ def overridden(
     reducers: Reducers,
     places: Mapping[str, Place],
     added: Mapping[str, Any],
+    marked: Collection[str],
 ) -> Iterator[None]:
     """A time in which the targets emit marks.
 
@@ -77,6 +83,7 @@ def overridden(
         reducers: Record name to its reduction.
         places: Where the model's call has the inputs of reductions.
         added: Those that are keywords of the call but not of the model.
+        marked: Those that a pass has to find in the graph.
     """
     signature = _with_keywords(inspect.signature(model.forward), added)
     slot = model.__dict__
@@ -84,12 +91,15 @@ def overridden(
     late: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(reducers)
     with _exporting:
         before = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
-        saved = enter(model, targets, emit_mark, late)
+        saved: Saved = []
         try:
+            enter(
+                model, steps_to(targets, by_dynamo=False), emit_mark, late, into=saved
+            )
             if places:
                 saved.append((slot, "forward", "forward" in slot, slot.get("forward")))
                 slot["forward"], made = read_inputs(
-                    model.forward, reducers, places, added
+                    model.forward, reducers, places, added, marked
                 )
                 late.update(made)
             own = slot.get("forward")
@@ -129,8 +139,9 @@ def trace(
     places = find_places(spec, model, args, kwargs, capture_inputs)
     if capture_inputs:
         dynamic_shapes = _shapes_with(dynamic_shapes, model, capture_inputs)
+    late = {w.source for w in weights_wanted(spec).values() if w.source}
     with (
-        overridden(model, targets, reducers_of(spec), places, capture_inputs),
+        overridden(model, targets, reducers_of(spec), places, capture_inputs, late),
         warnings.catch_warnings(),
     ):
         # Where ``read_inputs`` puts them, which is empty again after the call; anything
@@ -185,6 +196,7 @@ def attach(
     *,
     keep_output: bool,
     graph_module: fx.GraphModule | None = None,
+    attention: Mapping[str, passes.WeightsWanted] | None = None,
 ) -> tuple[ExportedProgram, tuple[RecordLayout, ...], tuple[OutputInfo, ...]]:
     """A copy of a marked program that returns what the plan wants.
 
@@ -194,6 +206,7 @@ def attach(
         plan: What to bring out.
         keep_output: Whether to return the model's own output too.
         graph_module: The marked graph, if it is not the program's own.
+        attention: Record name to the attention weights it wants.
 
     Raises:
         UnreachableValueError: a wanted value cannot leave a sub-graph.
@@ -210,6 +223,7 @@ def attach(
         marked,
         plan.wanted(),
         plan.wanted_sizes(),
+        attention=attention,
         prune=not keep_output,
     )
     keys: tuple[TapKey, ...] = made.meta.pop(passes.OUTPUTS)

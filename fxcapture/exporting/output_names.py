@@ -86,7 +86,8 @@ class OutputNamer:
 
     def _slot(self, slot: Slot, base: str) -> SlotLayout:
         site = self._sites[slot.site]
-        known = site.entry_sizes if slot.entry else site.sizes
+        value = site.value(slot.kind)
+        known = () if value is None else value.sizes
         parts = dict(_leaf_names(slot.structure))
         tensors = tuple(
             (i, self._output(TapKey(slot.site, leaf=leaf), base + parts["tensor", i]))
@@ -96,7 +97,7 @@ class OutputNamer:
         for i in slot.sizes:
             size = known[i]
             if size is None:
-                key = TapKey(slot.site, size=(slot.entry, i))
+                key = TapKey(slot.site, size=(slot.kind, i))
                 sizes.append((i, self._output(key, base + parts["int", i])))
             else:
                 sizes.append((i, size))

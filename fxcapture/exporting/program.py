@@ -27,8 +27,10 @@ from fxcapture import _torch, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.exporting import front_end as frontend
 from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
-from fxcapture.plan.plan import match, resolve
+from fxcapture.passes.compute_weights import weights_wanted
+from fxcapture.plan.match import match
 from fxcapture.plan.records import Captured, Records
+from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable
 from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.fused_layers import fused_attention
@@ -104,7 +106,11 @@ def export(
     marked = passes.collect_marks(traced.graph_module, graph=0, classes=bound.classes)
     plan = resolve(spec, bound, marked.sites)
     program, records, outputs = frontend.attach(
-        traced, marked, plan, keep_output=keep_output
+        traced,
+        marked,
+        plan,
+        keep_output=keep_output,
+        attention=weights_wanted(spec),
     )
     manifest = make_manifest(spec, keep_output, records, outputs)
     return CapturedProgram(program, manifest, sites=marked.sites)

@@ -27,10 +27,12 @@ from fxcapture.errors import CaptureError, SpecTypeError
 from fxcapture.foreign.bind import bind, calls_of
 from fxcapture.foreign.reader import Call, ForeignGraph
 from fxcapture.passes.base import TapKey
-from fxcapture.plan.plan import Match, reducers_of, resolve
+from fxcapture.plan.match import Match, reducers_of
 from fxcapture.plan.records import Records
+from fxcapture.plan.resolve import resolve
 from fxcapture.spec.tap import CaptureSpec
-from fxcapture.trace.mark import MARK, Observation
+from fxcapture.trace.mark import MARK
+Observation = None
 
 __all__ = ["Recording", "backend", "dynamo_backend", "recording"]
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from fxcapture.errors import AmbiguousSiteError, TargetNotFoundError
 from fxcapture.foreign.reader import REMEDY, Call, ForeignGraph
-from fxcapture.plan.plan import Match, entry_name
+from fxcapture.plan.match import Match, entry_name
 from fxcapture.spec.selector import ModuleTable
 from fxcapture.spec.tap import CaptureSpec, Tap
-from fxcapture.trace.mark import Request
+from fxcapture.trace.observe import Request
 
 __all__ = ["bind", "calls_of"]
 

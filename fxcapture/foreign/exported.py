@@ -29,16 +29,12 @@ from fxcapture.errors import ElementError, nearest
 from fxcapture.foreign.bind import bind, calls_of
 from fxcapture.foreign.classes import shell
 from fxcapture.foreign.reader import Call, ForeignGraph
-from fxcapture.plan.plan import Match, reducers_of
+from fxcapture.plan.match import Match, reducers_of
 from fxcapture.reductions import Reduction
 from fxcapture.spec.tap import CaptureSpec
-from fxcapture.trace.mark import (
-    MARK,
-    Observation,
-    describe_forward,
-    element_leaves,
-    entry_leaves,
-)
+from fxcapture.trace.mark import MARK
+Observation = None
+from fxcapture.trace.signature import describe_forward
 from fxcapture.trace.structure import encode
 
 __all__ = ["mark_program"]

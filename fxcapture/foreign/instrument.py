@@ -26,8 +26,9 @@ from fxcapture.exporting.program import CapturedProgram, make_manifest
 from fxcapture.foreign.bind import bind, calls_of
 from fxcapture.foreign.exported import mark_program
 from fxcapture.foreign.reader import Call, ForeignGraph
-from fxcapture.plan.plan import Match, reducers_of, resolve
+from fxcapture.plan.match import Match, reducers_of
 from fxcapture.plan.records import Captured, Records
+from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import Site, SiteTable
 from fxcapture.spec.tap import CaptureSpec, Tap
 from fxcapture.trace.structure import encode, parse

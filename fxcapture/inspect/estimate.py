@@ -42,7 +42,9 @@ from fxcapture.inspect.liveness import (
 )
 from fxcapture.passes.base import TapKey
 from fxcapture.plan.inputs import find_inputs
-from fxcapture.plan.plan import Plan, match, reducers_of, resolve
+from fxcapture.plan.match import match, reducers_of
+from fxcapture.plan.plan import Plan
+from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable, format_table
 from fxcapture.spec.tap import CaptureSpec
 

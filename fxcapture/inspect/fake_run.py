@@ -21,7 +21,9 @@ from fxcapture import _torch
 from fxcapture.errors import CaptureError, FxCaptureError, SpecError, TraceError
 from fxcapture.inspect.liveness import PATH
 from fxcapture.reductions import bind_inputs
-from fxcapture.trace.mark import emit_mark, enter, has_forward, leave
+from fxcapture.trace.mark import emit_mark
+from fxcapture.trace.scope import Saved, enter, leave, steps_to
+from fxcapture.trace.signature import has_forward
 
 __all__ = ["Fakes", "trace"]
 
@@ -127,12 +129,14 @@ def trace(
     """
     args, kwargs = fakes.value(args), fakes.value(kwargs)
     flat, rebuild = _torch.flatten_arguments(args, kwargs)
+    steps = steps_to(targets, by_dynamo=False)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         call_args, call_kwargs = rebuild(inputs)
         named = inputs_of(call_args, call_kwargs) if inputs_of else {}
-        saved = enter(model, targets, emit_mark, bind_inputs(reducers, named))
+        saved: Saved = []
         try:
+            enter(model, steps, emit_mark, bind_inputs(reducers, named), True, saved)
             output = model(*call_args, **call_kwargs)
         finally:
             leave(saved)

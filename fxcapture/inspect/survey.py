@@ -22,12 +22,19 @@ from fxcapture import _torch
 from fxcapture.errors import SpecTypeError, TraceError
 from fxcapture.inspect.estimate import format_bytes
 from fxcapture.inspect.fake_run import Fakes
-from fxcapture.passes.analyses.collect_marks import pair_hooked
-from fxcapture.plan.plan import match
-from fxcapture.plan.sites import Site, SiteTable, format_table
+from fxcapture.plan.match import match
+from fxcapture.plan.sites import (
+    Site,
+    SiteTable,
+    format_table,
+    group_marks,
+    pair_hooked,
+    site_of,
+)
 from fxcapture.spec.tap import CaptureSpec, Tap
 from fxcapture.trace.fused_layers import fused_attention
-from fxcapture.trace.mark import Observation, enter, leave
+from fxcapture.trace.mark import Mark
+from fxcapture.trace.scope import Saved, enter, leave, steps_to
 
 __all__ = ["Point", "Survey", "sites"]
 
@@ -161,26 +168,15 @@ def sites(
     shadow = fakes.model(model)
     everything = CaptureSpec({"all": Tap("**", optional=True)})
     bound = match(everything, shadow)
-    found: list[Site] = []
+    marks: list[Mark] = []
 
     def note(*fields: Any) -> None:
-        seen = Observation(*fields)
-        found.append(
-            Site(
-                path=seen.path,
-                structure=seen.structure,
-                entries=seen.entries,
-                sizes=tuple(_constant(s) for s in seen.sizes),
-                shapes=tuple(tuple(map(_symbolic, t.shape)) for t in seen.result),
-                dtypes=tuple(str(t.dtype).removeprefix("torch.") for t in seen.result),
-                class_name=bound.classes.get(seen.path, ""),
-                hooked=seen.hooked,
-            )
-        )
+        marks.append(Mark(*fields))
 
-    saved = enter(shadow, bound.targets, note, {})
+    saved: Saved = []
     try:
         # The fused kernel for inference calls no submodule.
+        enter(shadow, steps_to(bound.targets, by_dynamo=False), note, {}, into=saved)
         with torch.no_grad(), fakes.mode, fused_attention(False):
             shadow(*fakes.value(tuple(args)), **fakes.value(dict(kwargs or {})))
     except _torch.no_data_errors() as error:
@@ -193,12 +189,25 @@ def sites(
         ) from error
     finally:
         leave(saved)
+    found = [
+        site_of(
+            call,
+            path=call.result.path,
+            class_name=bound.classes.get(call.result.path, ""),
+            type_of=_type_of,
+            size_of=_constant,
+        )
+        for call in group_marks(marks)
+    ]
     return Survey(SiteTable(pair_hooked(found)[0]))
+
+
+def _type_of(tensor: torch.Tensor) -> tuple[list[int | str], str]:
+    shape: list[int | str] = [
+        size if isinstance(size, int) else str(size) for size in tensor.shape
+    ]
+    return shape, str(tensor.dtype).removeprefix("torch.")
 
 
 def _constant(size: Any) -> int | None:
     return size if isinstance(size, int) else None
-
-
-def _symbolic(size: Any) -> int | str:
-    return size if isinstance(size, int) else str(size)

@@ -3,6 +3,7 @@
 =====================  ===============================================================
 ``collect_marks``      read the sites of a marked graph (an analysis)
 ``insert_taps``        copy each wanted value at its mark
+``compute_weights``    compute attention weights beside fused calls (part of the former)
 ``flag_branches``      tell which branch of a conditional ran
 ``inspect_regions``    what the higher-order operators mean (analyses)
 ``leave_transforms``   unwrap taps that stand inside vmap, grad or jvp
@@ -32,10 +33,10 @@ from fxcapture.passes.analyses.collect_marks import (
     MarkedSites,
     collect_marks,
     mark_sites,
-    pair_hooked,
 )
 from fxcapture.passes.analyses.tokens import locate_tokens
 from fxcapture.passes.base import copy_graph_module, walk
+from fxcapture.passes.compute_weights import WeightsWanted
 from fxcapture.passes.copy_asynchronously import WAITS, copy_asynchronously
 from fxcapture.passes.drop_inputs import KEPT_INPUTS, drop_inputs, tensor_inputs
 from fxcapture.passes.erase_marks import erase_marks
@@ -54,6 +55,7 @@ __all__ = [
     "OUTPUTS",
     "WAITS",
     "MarkedSites",
+    "WeightsWanted",
     "collect_marks",
     "copy_asynchronously",
     "copy_graph_module",
@@ -67,7 +69,6 @@ __all__ = [
     "lift_taps",
     "locate_tokens",
     "mark_sites",
-    "pair_hooked",
     "prune_unneeded",
     "reuses_bodies",
     "rewrite",
@@ -83,8 +84,9 @@ def rewrite(
     gm: fx.GraphModule,
     marked: MarkedSites,
     wanted: Mapping[int, Mapping[Leaf, None]],
-    wanted_sizes: Mapping[int, Mapping[tuple[bool, int], None]],
+    wanted_sizes: Mapping[int, Mapping[tuple[str, int], None]],
     *,
+    attention: Mapping[str, WeightsWanted] | None = None,
     prune: bool = False,
     share_masks: bool = False,
     asynchronous: bool = False,
@@ -98,6 +100,7 @@ def rewrite(
         marked: Its sites.
         wanted: Site index to the tensor leaves to bring out.
         wanted_sizes: Site index to the integer leaves to bring out.
+        attention: Record name to the attention weights it wants.
         prune: End the graph at the last operation that an output needs.
         share_masks: Convert boolean attention masks once for all layers.
         asynchronous: Whoever runs the graph waits for the devices in ``meta[WAITS]``.
@@ -107,7 +110,7 @@ def rewrite(
         GraphError: a pass broke the graph (our bug).
     """
     made = copy_graph_module(gm)
-    insert_taps(made, marked, wanted, wanted_sizes)
+    insert_taps(made, marked, wanted, wanted_sizes, attention)
     flag_branches(made, marked)
     leave_transforms(made)
     lift_taps(made, marked.sites)

@@ -48,13 +48,13 @@ class TapKey:
     Attributes:
         site: Index into the graph's sites.
         leaf: The tensor; ``None`` for an integer leaf.
-        size: (is entry, index) of an integer leaf; ``None`` for a tensor.
+        size: (kind of mark, index) of an integer leaf; ``None`` for a tensor.
         ran: It is no value, but whether the site's branch ran.
     """
 
     site: int
     leaf: Leaf | None = None
-    size: tuple[bool, int] | None = None
+    size: tuple[str, int] | None = None
     ran: bool = False
 
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxcapture.passes.analyses.collect_marks import observation
+from fxcapture.passes.analyses.collect_marks import mark_of
 from fxcapture.passes.base import PassResult, bodies, is_mark
+from fxcapture.trace.mark import BEGIN, ENDS, INPUT
 
 __all__ = ["erase_marks"]
 
@@ -27,17 +28,21 @@ def erase_marks(gm: fx.GraphModule) -> PassResult:
     for node in list(gm.graph.nodes):
         for _, body in bodies(gm, node):
             modified |= erase_marks(body).modified
+    # The model's own nodes, which stay: what its calls returned, and its inputs.
+    own: set[Any] = set()
+    for node in gm.graph.nodes:
+        if is_mark(node):
+            mark = mark_of(node)
+            if mark.kind in ENDS or mark.kind.startswith(INPUT):
+                own.update(mark.tensors)
     # In reverse, so that a copy of a copy (of an outer module's input) goes first.
     for node in reversed(list(gm.graph.nodes)):
-        if not is_mark(node):
-            continue
-        seen = observation(node)
-        # In a graph the observation holds nodes where a run has tensors.
-        derived: list[Any] = list(seen.derived)
-        result: set[Any] = set(seen.result)
-        gm.graph.erase_node(node)
-        _erase_derived(derived, result)
-        modified = True
+        if is_mark(node):
+            mark = mark_of(node)
+            gm.graph.erase_node(node)
+            if mark.kind not in (BEGIN, *ENDS):
+                _erase_derived(mark.tensors, own)
+            modified = True
     return PassResult(gm, modified)
 
 

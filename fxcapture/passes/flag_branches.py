@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from fxcapture.passes.analyses.collect_marks import MarkedSites
-from fxcapture.passes.base import TAP, PassResult, TapKey, is_mark, walk
+from fxcapture.passes.analyses.collect_marks import MarkedSites, graph_calls
+from fxcapture.passes.base import TAP, PassResult, TapKey
+from fxcapture.trace.mark import RESULT
 
 __all__ = ["flag_branches"]
 
@@ -26,13 +27,13 @@ def flag_branches(gm: fx.GraphModule, marked: MarkedSites) -> PassResult:
         gm: A marked graph; edited.
         marked: Its sites.
     """
-    site_of = {outer: site for site, (_, outer) in enumerate(marked.marks)}
-    marks = [(o, n, r) for o, n, r in walk(gm) if is_mark(n)]
+    site_of = {outer: site for site, (_, outer) in enumerate(marked.calls)}
     modified = False
-    for position, (owner, node, region) in enumerate(marks):
-        if "cond" in region and position in site_of:
-            with owner.graph.inserting_before(node):
-                flag = owner.graph.call_function(torch.ones, ((),))
+    for position, call in enumerate(graph_calls(gm)):
+        if "cond" in call.region and position in site_of:
+            node = call.nodes[RESULT]
+            with node.graph.inserting_before(node):
+                flag = node.graph.call_function(torch.ones, ((),))
             flag.meta[TAP] = TapKey(site_of[position], ran=True)
             flag.meta["example_value"] = _example(node)
             modified = True

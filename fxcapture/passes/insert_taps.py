@@ -11,7 +11,7 @@ Not idempotent: each run adds taps.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from torch import fx
 
 from fxcapture import _torch
 from fxcapture.passes.analyses.aliases import Aliases
-from fxcapture.passes.analyses.collect_marks import MarkedSites, observation
-from fxcapture.passes.base import TAP, PassResult, TapKey, is_mark, walk
-from fxcapture.plan.plan import Leaf
+from fxcapture.passes.analyses.collect_marks import GraphCall, MarkedSites, graph_calls
+from fxcapture.passes.base import TAP, PassResult, TapKey
+from fxcapture.passes.compute_weights import WeightsWanted, compute_weights
+from fxcapture.plan.plan import Leaf, precedes_hooks, treatment
+from fxcapture.trace.mark import RESULT
 
 __all__ = ["COPIES", "COPY", "insert_taps"]
 
@@ -35,7 +37,8 @@ def insert_taps(
     gm: fx.GraphModule,
     marked: MarkedSites,
     wanted: Mapping[int, Mapping[Leaf, None]],
-    wanted_sizes: Mapping[int, Mapping[tuple[bool, int], None]],
+    wanted_sizes: Mapping[int, Mapping[tuple[str, int], None]],
+    attention: Mapping[str, WeightsWanted] | None = None,
 ) -> PassResult:
     """Add a tap node for each wanted leaf, right before the mark that holds it.
 
@@ -44,47 +47,59 @@ def insert_taps(
         marked: Its sites.
         wanted: Site index to tensor leaves.
         wanted_sizes: Site index to integer leaves; constants need no tap.
+        attention: Record name to the attention weights it wants.
     """
-    by_mark: dict[int, list[tuple[int, bool]]] = {}
-    for site, (inner, outer) in enumerate(marked.marks):
-        by_mark.setdefault(outer, []).append((site, False))
-        by_mark.setdefault(inner, []).append((site, True))
-    marks = [(owner, node) for owner, node, _ in walk(gm) if is_mark(node)]
+    calls = graph_calls(gm)
+    leaves: dict[int, dict[Leaf, int]] = {}
+    sizes: dict[int, dict[tuple[str, int], int]] = {}
+    for site, (inner, outer) in enumerate(marked.calls):
+        for leaf in wanted.get(site, ()):
+            at = inner if leaf.precedes_hooks else outer
+            leaves.setdefault(at, {})[leaf] = site
+        for size in wanted_sizes.get(site, ()):
+            at = inner if precedes_hooks(size[0]) else outer
+            sizes.setdefault(at, {})[size] = site
+    made = compute_weights(gm, calls, leaves, attention or {})
     aliases = Aliases(gm)
     copies: dict[TapKey, str] = dict(gm.meta.get(COPIES, {}))
     modified = False
-    for position, (owner, node) in enumerate(marks):
-        seen = observation(node)
-        with owner.graph.inserting_before(node):
-            for site, entry in by_mark.get(position, ()):
-                for leaf in wanted.get(site, ()):
-                    if leaf.entry is entry:
-                        key = TapKey(site, leaf=leaf)
-                        what = marked.sites[site].describe()
-                        copies[key] = _tap_tensor(node, seen, key, aliases, what)
-                        modified = True
-                for size in wanted_sizes.get(site, ()):
-                    if size[0] is entry:
-                        modified |= _tap_size(node, seen, TapKey(site, size=size))
+    for position, call in enumerate(calls):
+        for leaf, site in leaves.get(position, {}).items():
+            key = TapKey(site, leaf=leaf)
+            computed = made.get((position, leaf.kind))
+            if computed is not None:
+                source, behind = computed.node, computed.node.next
+            else:
+                source, behind = _source(call, leaf), call.nodes[leaf.kind]
+            what = marked.sites[site].describe()
+            with behind.graph.inserting_before(behind):
+                copies[key] = _tap_tensor(behind, source, key, aliases, what)
+            modified = True
+        for size, site in sizes.get(position, {}).items():
+            mark = call.nodes[size[0]]
+            with mark.graph.inserting_before(mark):
+                modified |= _tap_size(call, TapKey(site, size=size))
     gm.meta[COPIES] = copies
     return PassResult(gm, modified)
 
 
+def _source(call: GraphCall, leaf: Leaf) -> fx.Node:
+    return call.marks.marks[leaf.kind].tensors[leaf.index]  # type: ignore[no-any-return]
+
+
 def _tap_tensor(
-    mark: fx.Node, seen: Any, key: TapKey, aliases: Aliases, what: str
+    at: fx.Node, source: fx.Node, key: TapKey, aliases: Aliases, what: str
 ) -> str:
     """Add one tap; returns whether it copies, and why."""
     leaf = key.leaf
     assert leaf is not None
-    source = (seen.result if leaf.kind == "result" else seen.derived)[leaf.index]
-    graph = mark.graph
     example = source.meta.get("val", source.meta.get("example_value"))
-    options: dict[str, Any] = {}
-    if leaf.dtype is not None and (example is None or example.is_floating_point()):
-        options["dtype"] = leaf.dtype
-    if leaf.device is not None:
-        options["device"] = leaf.device
-    converts = bool(options) and _converts(example, leaf)
+    floating = example is None or example.is_floating_point()
+    steps: Sequence[tuple[str, dict[str, Any]]]
+    steps = treatment(leaf.detach, leaf.dtype, leaf.device, floating)
+    converts = steps[-1:] and steps[-1][0] == "to" and _converts(example, leaf)
+    if not converts:
+        steps = [step for step in steps if step[0] != "to"]
     copied_before = _is_copy(source, leaf) and TAP not in source.meta
     if converts:
         reason = "converted"
@@ -93,16 +108,14 @@ def _tap_tensor(
         if not reason:
             source = source.args[0]  # type: ignore[assignment]
     else:
-        reason = _reason(aliases, source, mark, what)
+        reason = _reason(aliases, source, at, what)
         if not reason and TAP in source.meta:
             reason = "recorded twice"
     value = source
-    if leaf.detach:
-        value = _call(graph, mark, value, "detach", {}, lambda t: t.detach())
-    if converts:
-        value = _call(graph, mark, value, "to", options, lambda t: t.to(**options))
-    elif reason and not copied_before:
-        value = _call(graph, mark, value, "clone", {}, lambda t: t.clone())
+    for method, options in steps:
+        value = _call(at, value, method, options)
+    if reason and not converts and not copied_before:
+        value = _call(at, value, "clone", {})
     value.meta[TAP] = key
     value.meta[COPY] = (
         f"copied: {reason}" if reason else "no copy: nothing writes to it"
@@ -124,7 +137,7 @@ def _reason(aliases: Aliases, source: fx.Node, at: fx.Node, what: str) -> str:
 
 def _is_copy(source: fx.Node, leaf: Leaf) -> bool:
     """Whether the value is what the scope copied when the module was entered."""
-    return leaf.kind == "derived" and source.target in ("clone", _ATEN["clone"])
+    return leaf.kind != RESULT and source.target in ("clone", _ATEN["clone"])
 
 
 def _converts(example: Any, leaf: Leaf) -> bool:
@@ -155,35 +168,30 @@ def _is_aten(node: fx.Node) -> bool:
 
 
 def _call(
-    graph: fx.Graph,
-    mark: fx.Node,
-    source: fx.Node,
-    method: str,
-    kwargs: dict[str, Any],
-    run: Callable[[torch.Tensor], torch.Tensor],
+    at: fx.Node, source: fx.Node, method: str, options: dict[str, Any]
 ) -> fx.Node:
+    graph = at.graph
     if _is_aten(source):
-        node = graph.call_function(_ATEN[method], (source,), kwargs)
+        node = graph.call_function(_ATEN[method], (source,), options)
     else:
-        node = graph.call_method(method, (source,), kwargs)
+        node = graph.call_method(method, (source,), options)
     for key in ("nn_module_stack", "stack_trace", "source_fn_stack"):
-        if key in mark.meta:
-            node.meta[key] = mark.meta[key]
+        if key in at.meta:
+            node.meta[key] = at.meta[key]
     for key in ("example_value", "val"):
         example = source.meta.get(key)
         if isinstance(example, torch.Tensor) and not _torch.is_transformed(example):
-            node.meta[key] = run(example)
+            node.meta[key] = getattr(example, method)(**options)
     return node
 
 
-def _tap_size(mark: fx.Node, seen: Any, key: TapKey) -> bool:
+def _tap_size(call: GraphCall, key: TapKey) -> bool:
     assert key.size is not None
-    entry, index = key.size
-    source = (seen.entry_sizes if entry else seen.sizes)[index]
+    kind, index = key.size
+    source = call.marks.marks[kind].sizes[index]
     if not isinstance(source, fx.Node):
         return False
-    graph = mark.graph
-    node = graph.call_function(operator.mul, (source, 1))
+    node = source.graph.call_function(operator.mul, (source, 1))
     node.meta = {k: v for k, v in source.meta.items() if k != TAP}
     node.meta[TAP] = key
     return True

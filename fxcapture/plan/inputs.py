@@ -6,16 +6,18 @@ it was passed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from fxcapture import _torch
 from fxcapture.errors import ElementError, SpecError, TargetNotFoundError, nearest
 from fxcapture.reductions import Reducers, Reduction
 from fxcapture.spec.tap import CaptureSpec
-from fxcapture.trace.mark import describe_forward
+from fxcapture.trace.mark import emit_mark, input_named
+from fxcapture.trace.signature import describe_forward
 
 __all__ = [
     "defer_reductions",
@@ -127,6 +129,7 @@ def read_inputs(
     reducers: Reducers,
     places: Mapping[str, Place],
     added: Mapping[str, Any],
+    marked: Collection[str] = (),
 ) -> tuple[Callable[..., Any], dict[str, Callable[[torch.Tensor], torch.Tensor]]]:
     """A forward that looks its inputs up, and reducers that use them; for a trace.
 
@@ -135,6 +138,7 @@ def read_inputs(
         reducers: Record name to reducer.
         places: Where ``forward`` is passed each input.
         added: Keywords that are for the reducers alone.
+        marked: Inputs to mark, for reductions that a pass writes into the graph.
     """
     found: dict[str, Any] = {}
 
@@ -144,6 +148,9 @@ def read_inputs(
                 found[name] = None
             else:
                 found[name] = args[place] if isinstance(place, int) else kwargs[place]
+        for name in marked:
+            given = [] if found[name] is None else [found[name]]
+            emit_mark(None, given, [], "N", "", input_named(name))
         own = {name: value for name, value in kwargs.items() if name not in added}
         try:
             return forward(*args, **own)
@@ -188,7 +195,7 @@ def _deferred(
     reduction: Reduction, inputs: Callable[[], Mapping[str, Any]]
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     def reduce(value: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling():
+        if _torch.is_traced():
             return value
         return reduction.apply(value, inputs()[str(reduction.source)])
 

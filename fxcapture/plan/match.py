@@ -11,23 +11,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import final
 
 import torch
 from torch import nn
 
 from fxcapture.errors import ElementError, NeverCalledError, nearest
+from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
 from fxcapture.spec.selector import ModuleTable
 from fxcapture.spec.tap import CaptureSpec, Tap
-from fxcapture.trace.mark import (
-    Request,
-    Target,
-    describe_forward,
-    has_forward,
-    override_keys,
-)
+from fxcapture.trace.observe import Request, Target, override_keys
+from fxcapture.trace.signature import describe_forward, has_forward
 
 __all__ = ["Match", "entry_name", "match", "reducers_of", "takes_entry"]
 
@@ -44,7 +40,8 @@ class Match:
         classes: Path to class name.
         requests: Path to the reductions its marks carry.
         entries: Path to the arguments its marks carry.
-        attention: Path to the attention weights its marks carry.
+        attention: Path to the attention weights wanted of it, by record.
+        likenesses: Path to what decides which values its marks carry.
         inside_fused: A target stands inside a ``nn.TransformerEncoderLayer``, whose
             fused kernel for inference calls none of its submodules.
     """
@@ -55,9 +52,10 @@ class Match:
     requests: Mapping[str, tuple[Request, ...]]
     entries: Mapping[str, tuple[int | str, ...]]
     inside_fused: bool
-    attention: Mapping[str, tuple[Attention, ...]] = dataclasses.field(
+    attention: Mapping[str, tuple[tuple[str, Attention], ...]] = dataclasses.field(
         default_factory=dict
     )
+    likenesses: Mapping[str, Hashable] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def _records(self) -> dict[str, tuple[str, ...]]:
@@ -73,6 +71,10 @@ class Match:
     def records_of(self, path: str) -> tuple[str, ...]:
         """Names of the records that tap the module at ``path``."""
         return self._records.get(path, ())
+
+    def likeness(self, path: str) -> Hashable:
+        """Equal for modules whose calls give the same kinds of values."""
+        return self.likenesses.get(path)
 
     def is_hooked(self, path: str) -> bool:
         """Whether each call of the module gives a second observation, behind hooks."""
@@ -135,21 +137,21 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
                 wanted.setdefault(entry)
     targets = []
     requests: dict[str, tuple[Request, ...]] = {}
-    attention: dict[str, tuple[Attention, ...]] = {}
+    attention: dict[str, tuple[tuple[str, Attention], ...]] = {}
     for path, wanted in entries.items():
         real_path, module = table.first[path]
         order = tuple(wanted)
         attention[path] = tuple(
-            dict.fromkeys(
-                asked
-                for name, found in paths.items()
-                if path in found and (asked := spec[name].attention) is not None
-            )
+            (name, asked)
+            for name, found in paths.items()
+            if path in found and (asked := spec[name].attention) is not None
         )
         requests[path] = tuple(
-            _request(name, spec[name], order, attention[path])
+            _request(name, spec[name], order)
             for name, found in paths.items()
-            if path in found and spec[name].reduce is not None
+            if path in found
+            and spec[name].reduce is not None
+            and spec[name].attention is None
         )
         keys = override_keys(module)
         parameters = describe_forward(module)
@@ -162,14 +164,12 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
                     path=path,
                     real_path=tuple(real_path.split(".")) if real_path else (),
                     key=key,
+                    parameters=parameters,
                     entries=() if outer else order,
-                    names=parameters.names,
-                    defaults=parameters.defaults,
                     requests=tuple(r._replace(entry=-1) for r in requests[path])
                     if outer
                     else requests[path],
                     attention=() if outer else attention[path],
-                    positional=parameters.positional,
                 )
             )
     return Match(
@@ -179,6 +179,12 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
         requests=requests,
         entries={p: tuple(w) for p, w in entries.items()},
         attention=attention,
+        likenesses={
+            path: frozenset(
+                _kind(spec[n]) for n, found in paths.items() if path in found
+            )
+            for path in entries
+        },
         inside_fused=any(
             isinstance(entry.module, nn.TransformerEncoderLayer)
             and any(
@@ -190,19 +196,22 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
     )
 
 
-def _request(
-    name: str,
-    tap: Tap,
-    entries: Sequence[int | str],
-    attention: Sequence[Attention],
-) -> Request:
+def _kind(tap: Tap) -> Hashable:
+    """What decides which values a tap's marks carry; not which of them are kept."""
+    skipped = ("target", "select", "optional")
+    fields = dataclasses.fields(tap)
+    return tuple(getattr(tap, f.name) for f in fields if f.name not in skipped)
+
+
+def _request(name: str, tap: Tap, entries: tuple[int | str, ...]) -> Request:
     entry = entry_name(tap)
-    if tap.attention is not None:
-        place = len(entries) + attention.index(tap.attention)
-    else:
-        place = -1 if entry is None else entries.index(entry)
-    result = tap.point == "output" and tap.attention is None
-    return Request(name, tap.output, place, result)
+    return Request(
+        name,
+        tap.output,
+        -1 if entry is None else entries.index(entry),
+        tap.point == "output",
+        each=isinstance(tap.reduce, (str, Reduction)),
+    )
 
 
 def _callable_or_named(path: str, table: ModuleTable, tap: Tap, name: str) -> bool:

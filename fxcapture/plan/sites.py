@@ -13,12 +13,38 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, final, overload
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final, overload
 
+from fxcapture.trace.mark import BEGIN, ENDS, ENTRY, HOOKED, INPUT, RESULT, Mark
 from fxcapture.trace.structure import Structure, parse
 
-__all__ = ["Site", "SiteTable", "format_table", "of_module"]
+__all__ = [
+    "CallMarks",
+    "Site",
+    "SiteTable",
+    "Value",
+    "format_table",
+    "group_marks",
+    "of_module",
+    "pair_hooked",
+    "site_of",
+]
+
+
+class Value(NamedTuple):
+    """A value of a call, apart from its tensors.
+
+    Attributes:
+        structure: Text of its structure.
+        sizes: Its integer leaves; ``None`` where symbolic in a graph.
+    """
+
+    structure: str
+    sizes: tuple[int | None, ...] = ()
+
+
+_NOTHING = Value("t()")
 
 
 @final
@@ -30,46 +56,51 @@ class Site:
         path: The module's path, as the user sees it.
         call: Which call of this module it is, from 0.
         structure: Text of the structure of its result.
-        entries: Text of the structure of the copied arguments.
         sizes: Integer leaves of the result; ``None`` where symbolic in the graph.
-        entry_sizes: The same of the entries.
+        entry: The copied arguments, a tuple.
+        derived: Other values that its marks hold, by the marks' kind.
         graph: Number of the graph it stands in; ``None`` if it ran outside every graph.
         shapes: Shapes of the result's tensor leaves, symbolic sizes as text.
         dtypes: Dtypes of the result's tensor leaves, without the ``torch.`` prefix.
         class_name: The module's class.
         region: The higher-order operators it is nested in, outermost first.
-        hooked: Forward hooks ran between the call and its caller, so that the site has
-            two marks: entries stand in the first, the result in the second.
+        hooked: Forward hooks ran between the call and its caller, so that it has two
+            groups of marks: arguments stand in the first, the result in the second.
+        fused_calls: Number of fused attention calls in its span; ``None`` if the span
+            is not known.
     """
 
     path: str
     call: int = 0
     structure: str
-    entries: str = "t()"
     sizes: tuple[int | None, ...] = ()
-    entry_sizes: tuple[int | None, ...] = ()
+    entry: Value = _NOTHING
+    derived: tuple[tuple[str, Value], ...] = ()
     graph: int | None = None
     shapes: tuple[tuple[int | str, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     class_name: str = ""
     region: tuple[str, ...] = ()
     hooked: bool = False
+    fused_calls: int | None = None
 
     @property
     def arguments(self) -> Structure:
         """Structure of the copied arguments, a sequence."""
-        return parse(self.entries)
+        return parse(self.entry.structure)
 
     @property
     def result(self) -> Structure:
         """Structure of what the call returned."""
         return parse(self.structure)
 
-    def after_hooks(self, outer: Site) -> Site:
-        """This call with the result that its forward hooks made of it."""
-        return dataclasses.replace(
-            outer, entries=self.entries, entry_sizes=self.entry_sizes
-        )
+    def value(self, kind: str) -> Value | None:
+        """The value that marks of one kind hold; ``None`` if there are none."""
+        if kind in ENDS:
+            return Value(self.structure, self.sizes)
+        if kind == ENTRY:
+            return self.entry
+        return dict(self.derived).get(kind)
 
     def describe(self) -> str:
         """The call in words, for error messages."""
@@ -134,6 +165,135 @@ class SiteTable(Sequence[Site]):
                 )
             )
         return format_table(rows)
+
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallMarks:
+    """The marks of one call, or of the second part of one that has forward hooks.
+
+    Attributes:
+        marks: Kind to mark; what ends the call stands under ``result``.
+        hooked: They stand behind the forward hooks.
+    """
+
+    marks: Mapping[str, Mark]
+    hooked: bool
+
+    @property
+    def result(self) -> Mark:
+        """The mark that ends the call."""
+        return self.marks[RESULT]
+
+
+def group_marks(marks: Iterable[Mark]) -> list[CallMarks]:
+    """The calls that marks in their order are of; the one place that knows the order.
+
+    A ``begin`` is of the next end of a call of the same module, inner calls first.
+    """
+    calls: list[CallMarks] = []
+    begun: dict[tuple[Any, str], list[Mark]] = {}
+    group: dict[str, Mark] = {}
+    for mark in marks:
+        if mark.kind == BEGIN:
+            begun.setdefault((mark.token, mark.path), []).append(mark)
+        elif mark.kind.startswith(INPUT):
+            continue
+        elif not mark.ends:
+            group[mark.kind] = mark
+        else:
+            hooked = mark.kind == HOOKED
+            group[RESULT] = mark
+            opened = begun.get((mark.token, mark.path))
+            if opened and not hooked:
+                group[BEGIN] = opened.pop()
+            calls.append(CallMarks(group, hooked))
+            group = {}
+    return calls
+
+
+def site_of(
+    call: CallMarks,
+    *,
+    path: str,
+    class_name: str,
+    type_of: Callable[[Any], tuple[Sequence[int | str], str]],
+    size_of: Callable[[Any], int | None],
+    graph: int | None = None,
+    region: tuple[str, ...] = (),
+    fused_calls: int | None = None,
+) -> Site:
+    """The site of one call; the one place that makes sites.
+
+    Args:
+        call: Its marks.
+        path: The module's path; a mark's own may be that of its group.
+        class_name: The module's class.
+        type_of: Shape and dtype of a tensor leaf, or of the node that stands for it.
+        size_of: An integer leaf; ``None`` where it is symbolic.
+        graph: Number of the graph that holds the marks.
+        region: The higher-order operators around them.
+        fused_calls: Number of fused attention calls in the span.
+    """
+    values = {
+        kind: Value(mark.structure, tuple([size_of(s) for s in mark.sizes]))
+        for kind, mark in call.marks.items()
+        if kind != BEGIN
+    }
+    result = values.pop(RESULT)
+    types = [type_of(leaf) for leaf in call.result.tensors]
+    return Site(
+        path=path,
+        structure=result.structure,
+        sizes=result.sizes,
+        entry=values.pop(ENTRY, _NOTHING),
+        derived=tuple(values.items()),
+        graph=graph,
+        shapes=tuple([tuple(shape) for shape, _ in types]),
+        dtypes=tuple([dtype for _, dtype in types]),
+        class_name=class_name,
+        region=region,
+        hooked=call.hooked,
+        fused_calls=fused_calls,
+    )
+
+
+def pair_hooked(
+    sites: Sequence[Site],
+) -> tuple[list[Site], tuple[tuple[int, int], ...]]:
+    """Join the two observations of each call that had forward hooks.
+
+    Calls nest, so the inner observation of a hooked one is the latest of its path that
+    is still alone.
+
+    Returns:
+        The joined sites and, for each, the indices of its inner and outer observation.
+    """
+    merged: list[Site] = []
+    marks: list[tuple[int, int]] = []
+    for i, site in enumerate(sites):
+        if site.hooked:
+            inner = next(
+                k
+                for k in reversed(range(len(merged)))
+                if merged[k].path == site.path and not merged[k].hooked
+            )
+            before = merged[inner]
+            merged.append(
+                dataclasses.replace(
+                    site,
+                    entry=before.entry,
+                    # Of a kind that both have, what stands behind the hooks.
+                    derived=tuple((dict(before.derived) | dict(site.derived)).items()),
+                    fused_calls=before.fused_calls,
+                )
+            )
+            marks.append((marks[inner][0], i))
+            del merged[inner], marks[inner]
+        else:
+            merged.append(site)
+            marks.append((i, i))
+    return merged, tuple(marks)
 
 
 def of_module(site: Site, path: str, classes: Mapping[str, str]) -> Site:

@@ -1,16 +1,16 @@
-"""The calls that are in flight.
+"""One call of a captured model in flight, and its result.
 
 Terms
-    frame: one call of one captured model: its selection, and what it has produced so
-        far.  Compiled code finds its frame when it runs; nothing is stored on the model
-        or on the compiled program, so that calls do not see each other.
+    call: one call: its selection, and what it has produced so far.  Compiled code finds
+        its call when it runs; nothing is stored on the model or on the compiled
+        program, so that calls do not see each other.
     broken run: a call that is not one graph.  It learns positions as it goes.
-    event: one site of a broken run, and the values it gave.
+    observation: one module call of a broken run, and the values it gave.
 
 Invariants
-    The active frame is a context variable: each thread and each task has its own.
-    A frame holds a value only as long as it may still be selected: with ``select=[-2]``
-    the latest two, not all of them.
+    The call in flight is a context variable: each thread and each task has its own.
+    A call holds a value only as long as it may still be selected: with ``select=[-2]``
+    the latest two, not all of them.  When it is finished it holds none.
 """
 
 from __future__ import annotations
@@ -18,40 +18,44 @@ from __future__ import annotations
 import collections
 import contextvars
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 
-from fxcapture.plan.plan import Leaf
+from fxcapture import _torch
+from fxcapture.plan.match import Match
+from fxcapture.plan.plan import Leaf, Plan
 from fxcapture.plan.records import Records
-from fxcapture.plan.sites import Site
+from fxcapture.plan.sites import Site, SiteTable, pair_hooked
 from fxcapture.spec.tap import CaptureSpec
+from fxcapture.trace.mark import BEGIN, RESULT, Mark
 
-__all__ = ["Event", "Frame", "active_frame"]
+__all__ = ["Call", "Observation", "call_in_flight"]
 
 
 @final
 @dataclasses.dataclass(slots=True)
-class Event:
-    """One site of a broken run.
+class Observation:
+    """One module call of a broken run.
 
     Attributes:
-        site: The site.
+        site: The site; its integer leaves, and the shapes of one that ran outside of
+            graphs, stand here.
         tensors: What it gave; emptied when no record can select it any more.
-        sizes: Integer leaves of its result.
-        entry_sizes: Integer leaves of its arguments.
+        sizes: Integer leaves, by the kind of their mark.
+        types: Shapes and dtypes of the result's tensors; ``None``: as the site says.
         claims: Number of records that may still select it.
-        own: The module's own tensors that may stand for the copies, each with its
-            version; they are not kept alive.
+        own: The module's own tensors that may stand for the copies, each with the
+            version it had.
     """
 
     site: Site
     tensors: Mapping[Leaf, torch.Tensor]
-    sizes: tuple[int, ...]
-    entry_sizes: tuple[int, ...]
+    sizes: Mapping[str, Sequence[int]]
+    types: Sequence[tuple[torch.Size, torch.dtype]] | None = None
     claims: int = 0
-    own: Mapping[Leaf, tuple[Any, int]] = dataclasses.field(default_factory=dict)
+    own: dict[Leaf, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
 
     def value(self, leaf: Leaf) -> torch.Tensor:
         """A tensor of it: the module's own, if nothing has written to it.
@@ -59,17 +63,35 @@ class Event:
         Gradients with respect to a record can then be taken, as with a forward hook.
         """
         if leaf in self.own:
-            reference, version = self.own[leaf]
-            tensor: torch.Tensor | None = reference()
-            if tensor is not None and tensor._version == version:
+            tensor, version = self.own[leaf]
+            if _torch.version_of(tensor) == version:
                 return tensor
         return self.tensors[leaf]
+
+    def size(self, kind: str, index: int) -> int:
+        """An integer leaf."""
+        return self.sizes[kind][index]
 
     def release(self) -> None:
         """Give up one claim, and the values with the last."""
         self.claims -= 1
         if self.claims <= 0:
-            self.tensors = {}
+            self.drop()
+
+    def drop(self) -> None:
+        """Give up the values."""
+        self.tensors, self.own = {}, {}
+
+    def described(self) -> Site:
+        """The site with this call's sizes and shapes."""
+        if self.types is None:
+            return self.site
+        return dataclasses.replace(
+            self.site,
+            sizes=tuple(self.sizes.get(RESULT, ())),
+            shapes=tuple(tuple(shape) for shape, _ in self.types),
+            dtypes=tuple(str(d).removeprefix("torch.") for _, d in self.types),
+        )
 
 
 @final
@@ -102,7 +124,7 @@ class _Window:
         # From the end, position 0 is as good as any until the call is over.
         negative = self._all or self._tail_length > 0
         self._first = initial and (negative or self._is_selected(0))
-        self._tail: collections.deque[Event] = collections.deque()
+        self._tail: collections.deque[Observation] = collections.deque()
 
     @property
     def wants_entry(self) -> bool:
@@ -134,45 +156,50 @@ class _Window:
         # A slice without negative bounds: positions up to this one decide.
         return position in self._select.indices(position + 1)
 
-    def push(self, event: Event) -> None:
+    def push(self, observation: Observation) -> None:
         """Take the next hit."""
         if self._stays():
-            event.claims += 1
+            observation.claims += 1
         elif self._tail_length:
-            event.claims += 1
-            self._tail.append(event)
+            observation.claims += 1
+            self._tail.append(observation)
         # A hit that stays takes a place in the tail as well, as nothing to release.
-        if self._tail_length and (not self._tail or self._tail[-1] is not event):
+        if self._tail_length and (not self._tail or self._tail[-1] is not observation):
             self._tail.append(_NOTHING)
         if len(self._tail) > self._tail_length:
             self._tail.popleft().release()
         self._count += 1
 
 
-_NOTHING = Event(Site(path="", structure="N"), {}, (), ())
+_NOTHING = Observation(Site(path="", structure="N"), {}, {})
 
 
 @final
-class Frame:
+class Call:
     """One call in flight.
 
     Args:
-        owner: The program that was called; frames of others are not touched.
+        owner: The capture it is a call of.
         selection: Positions that replace the spec's, in canonical form.
-        whole: The call runs as one graph, which delivers finished records.
-        spec: The program's spec.
+        whole: It runs as one graph, which delivers finished records.
+        spec: The capture's spec.
+        bound: The spec bound to the model.
         inputs: The inputs of reductions, by name.
+        repeats: It computes anew what a checkpoint has dropped, and counts for nothing.
 
     Attributes:
-        events: What the call produced so far, in call order, if it is not whole.
+        observations: What it produced so far, in call order, if it is not whole.
         delivered: The finished records, if it is.
-        started: A graph of the call has begun to run, so that it cannot start over.
+        started: A graph of it has begun to run, so that it cannot start over.
         error: An error of ours that has to pass through Dynamo unharmed.
+        plan: What fed its records; ``None`` before it has finished.
+        break_reason: Why it did not run as one graph; ``None`` if it did.
     """
 
     __slots__ = (
-        "_made", "_repeated", "_spec", "delivered", "error", "events", "inputs",
-        "owner", "selection", "started", "whole",
+        "__weakref__", "_made", "_pending", "_repeated", "_spec", "_table", "bound",
+        "break_reason", "delivered", "error", "inputs", "observations", "owner", "plan",
+        "repeats", "selection", "started", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -182,23 +209,31 @@ class Frame:
         *,
         whole: bool,
         spec: CaptureSpec,
+        bound: Match,
         inputs: Mapping[str, Any] | None = None,
+        repeats: bool = False,
     ) -> None:
         self.owner = owner
         self.inputs: Mapping[str, Any] = inputs or {}
         self.selection = selection
         self.whole = whole
-        self.events: list[Event] = []
+        self.bound = bound
+        self.repeats = repeats
+        self.observations: list[Observation] = []
         self.delivered: Records | None = None
         self.started = False
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
+        self.plan: Plan | None = None
+        self.break_reason: str | None = None
         self._spec = spec
+        self._pending: list[Mark] = []
         self._made: dict[str, _Window] | None = None
-        self._repeated: Frame | None = None
+        self._repeated: Call | None = None
+        self._table: SiteTable | None = None
 
     @property
     def _windows(self) -> dict[str, _Window]:
-        # Made when the first event comes: a whole run has none.
+        # Made when the first observation comes: a whole run has none.
         if self._made is None:
             chosen = dict(self.selection)
             self._made = {
@@ -209,22 +244,34 @@ class Frame:
             }
         return self._made
 
-    def anew(self) -> Frame:
-        """An empty frame of an equal call."""
-        return Frame(
+    def anew(self) -> Call:
+        """An empty call that is equal, for a repetition."""
+        return Call(
             self.owner,
             self.selection,
             whole=self.whole,
             spec=self._spec,
+            bound=self.bound,
             inputs=self.inputs,
+            repeats=True,
         )
 
     @property
-    def repeated(self) -> Frame:
-        """An empty frame of an equal call, always the same: it holds no value."""
+    def repeated(self) -> Call:
+        """An empty equal call, always the same: it holds no value."""
         if self._repeated is None:
             self._repeated = self.anew()
         return self._repeated
+
+    def take(self, *fields: Any) -> None:
+        """Take a mark that was executed; with the last of a module call, observe it."""
+        mark = Mark(*fields)
+        if mark.kind == BEGIN:
+            return
+        self._pending.append(mark)
+        if mark.ends:
+            marks, self._pending = self._pending, []
+            self.owner.observe(self, marks)
 
     def may_select(self, hits: Mapping[str, int]) -> bool:
         """Whether any record may select one of so many next hits."""
@@ -235,26 +282,52 @@ class Frame:
         windows = self._made or self._windows
         return any(windows[name].wants_entry for name in records)
 
-    def add(self, event: Event, records: Iterable[str], *, final: bool) -> None:
-        """Append an event, and let go of values that can no longer be selected.
+    def add(
+        self, observation: Observation, records: Iterable[str], *, final: bool
+    ) -> None:
+        """Append an observation, and let go of values that can no longer be selected.
 
         Args:
-            event: The event.
+            observation: The observation.
             records: The records it is a hit of.
-            final: ``False`` where forward hooks may yet replace the result, so that the
-                event is no hit by itself.
+            final: ``False`` where forward hooks may yet replace the result, so that it
+                is no hit by itself.
         """
-        self.events.append(event)
+        self.observations.append(observation)
         if not final:
-            event.claims = 1
+            observation.claims = 1
             return
         windows = self._made or self._windows
         for name in records:
-            windows[name].push(event)
-        if not event.claims:
-            event.tensors = {}
+            windows[name].push(observation)
+        if not observation.claims:
+            observation.drop()
+
+    def finish(self, plan: Plan, sites: SiteTable | None) -> None:
+        """Keep what the run was like, and none of its values.
+
+        Args:
+            plan: What fed the records.
+            sites: The run's sites; ``None`` for those of the observations.
+        """
+        self.plan = plan
+        self._table = sites
+        self.inputs = {}
+        self.delivered = None
+        self._made = self._repeated = None
+        for observation in self.observations:
+            observation.drop()
+
+    @property
+    def sites(self) -> SiteTable:
+        """The sites of the run, in call order."""
+        if self._table is None:
+            described = [o.described() for o in self.observations]
+            self._table = SiteTable(pair_hooked(described)[0])
+            self.observations = []
+        return self._table
 
 
-active_frame: contextvars.ContextVar[Frame | None] = contextvars.ContextVar(
-    "fxcapture_active_frame", default=None
+call_in_flight: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
+    "fxcapture_call_in_flight", default=None
 )

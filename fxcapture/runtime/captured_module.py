@@ -15,10 +15,12 @@ from fxcapture import _torch
 from fxcapture.errors import EagerSiteError, SpecTypeError
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
-from fxcapture.plan.plan import Slot, canonical_selection
+from fxcapture.plan.plan import Slot
 from fxcapture.plan.records import Captured, Records
+from fxcapture.plan.resolve import canonical_selection
 from fxcapture.plan.sites import Site, SiteTable, format_table
-from fxcapture.runtime.compiled_graph import WholeGraph
+from fxcapture.runtime.call import Call
+from fxcapture.runtime.compiled_graph import NUMBER
 from fxcapture.runtime.dynamo import DynamoProgram
 from fxcapture.runtime.functional import collector
 from fxcapture.runtime.model_outputs import has_field, inject_records
@@ -41,6 +43,7 @@ def compile(
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    max_variants: int = 32,
     **torch_compile_kwargs: Any,
 ) -> CapturedModule:
     """Compile a model together with a capture spec.
@@ -72,6 +75,8 @@ def compile(
             ``reuses_outputs = True``.
         mode: As in ``torch.compile``.
         options: As in ``torch.compile``.
+        max_variants: How many selections of one graph stay compiled; the least recently
+            used one is dropped, and compiled again when it is asked for.
         **torch_compile_kwargs: Further keywords of ``torch.compile``.
 
     Returns:
@@ -108,6 +113,7 @@ def compile(
         "backend": backend,
         "mode": mode,
         "options": options,
+        "max_variants": max_variants,
         **torch_compile_kwargs,
     }
     return CapturedModule(model, spec, settings)
@@ -164,6 +170,7 @@ class CapturedModule(nn.Module):
                 dynamic=kwargs.pop("dynamic"),
                 fullgraph=kwargs.pop("fullgraph"),
                 regions=kwargs.pop("regions"),
+                max_variants=kwargs.pop("max_variants"),
                 compile_kwargs=kwargs,
             )
         own["_fxc_model"] = model
@@ -210,9 +217,9 @@ class CapturedModule(nn.Module):
             kept = output if self._fxc_settings["keep_output"] else None
             return Captured(kept, records)
         program = self._fxc_program
-        output, records = program.run(args, kwargs, selection, capture_inputs)
+        output, records, call = program.run(args, kwargs, selection, capture_inputs)
         if self._fxc_settings["on_eager"] == "error":
-            _refuse_eager(program)
+            _refuse_eager(call)
         if self._fxc_settings["declared"]:
             fields = {n: v for n, v in records.items() if has_field(output, n)}
             output = inject_records(output, fields) if fields else output
@@ -249,7 +256,7 @@ class CapturedModule(nn.Module):
     @property
     def graphs(self) -> tuple[fx.GraphModule, ...]:
         """The instrumented graphs compiled so far, in order; do not edit them."""
-        return tuple(g for c in self._fxc_program.compiled for g in c.graphs())
+        return tuple(self._fxc_program.graphs())
 
     def explain(self, format: Literal["table", "text", "svg", "dot"] = "table") -> str:
         """Per record, which site fed which position in the latest call, and where.
@@ -343,13 +350,13 @@ for _name in dir(nn.Module):
 CapturedModule._apply = _delegate("_apply")  # type: ignore[method-assign]
 
 
-def _refuse_eager(program: DynamoProgram) -> None:
-    eager = [site for site in program.last_sites if site.graph is None]
+def _refuse_eager(call: Call) -> None:
+    eager = [site for site in call.sites if site.graph is None]
     if eager:
         raise EagerSiteError(
             f"the value of {eager[0].describe()} comes from outside every graph"
             + (f", and {len(eager) - 1} more" if len(eager) > 1 else ""),
-            why=program.break_reason or "Dynamo ran the module's caller eagerly",
+            why=call.break_reason or "Dynamo ran the module's caller eagerly",
             remedy='remove the graph break, or pass on_eager="allow"',
         )
 
@@ -386,12 +393,11 @@ def _copies_of(program: DynamoProgram, slot: Slot, site: Site) -> str:
     """Whether the values of a slot are copies, and why; empty where it is not known."""
     if site.graph is None:
         return "copied: what runs outside a graph may be written to"
-    for compiled in program.compiled:
-        if isinstance(compiled, WholeGraph) and compiled.number == site.graph:
-            for graph in compiled.graphs():
-                copies: Mapping[TapKey, str] = graph.meta[COPIES]
-                keys = [TapKey(slot.site, leaf=leaf) for _, leaf in slot.leaves]
-                found = dict.fromkeys(copies[key] for key in keys if key in copies)
-                if found:
-                    return "; ".join(found)
+    for graph in program.graphs():
+        copies: Mapping[TapKey, str] = graph.meta[COPIES]
+        if graph.meta.get(NUMBER) == site.graph:
+            keys = [TapKey(slot.site, leaf=leaf) for _, leaf in slot.leaves]
+            found = dict.fromkeys(copies[key] for key in keys if key in copies)
+            if found:
+                return "; ".join(found)
     return ""

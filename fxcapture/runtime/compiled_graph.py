@@ -1,13 +1,18 @@
 """One Dynamo graph with its taps, compiled; what Dynamo's generated code calls.
 
 Terms
-    whole run: the call is this graph and nothing else.  Positions are known when it is
-        compiled, and only what is selected becomes an output.
-    piece: a graph of a broken run.  Its sites are hits among others; every value that a
-        record may want becomes an output.  One piece may serve several modules: which
-        one it runs for, it learns from the tokens among its inputs.  One that computes
-        attention weights has a version without taps, for calls that no record selects.
-    variant: a whole graph compiled for one selection.
+    variant: the graph compiled with some taps.  A whole graph has one for each
+        selection; a piece has one with every tap that a record may want, and where that
+        costs more than copies, one without.
+    delivery: what says which taps a call needs and what becomes of their values: see
+        :mod:`fxcapture.runtime.whole_run` and :mod:`fxcapture.runtime.piece_run`.
+
+Invariants
+    Variants are made once each, outside of Dynamo but for the first, and the least
+    recently used is dropped when there are too many.  One that could not be compiled
+    says so again, and is not tried again.
+    Dynamo keeps a compiled graph for as long as it keeps the code that calls it, so the
+    graph refers to its program weakly.
 """
 
 from __future__ import annotations
@@ -15,83 +20,140 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, final
+import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, final
 
 import torch
 from torch import fx
 
 from fxcapture import _torch, passes
+from fxcapture.errors import CaptureError, FxCaptureError
+from fxcapture.passes.analyses.collect_marks import MarkedSites
 from fxcapture.passes.base import TapKey
-from fxcapture.plan.plan import Leaf, Plan, Slot, named_leaves_of, resolve
-from fxcapture.plan.records import Records
-from fxcapture.plan.sites import Site, SiteTable, of_module
-from fxcapture.reductions import Reduction
-from fxcapture.runtime.call import Event, Frame, active_frame
+from fxcapture.plan.plan import Leaf
+from fxcapture.runtime.call import Call, call_in_flight
 
-if TYPE_CHECKING:
-    from fxcapture.runtime.dynamo import DynamoProgram
+__all__ = [
+    "NUMBER",
+    "CompiledGraph",
+    "Delivery",
+    "Engine",
+    "Variant",
+    "Wanted",
+    "places_of",
+]
 
-__all__ = ["Piece", "WholeGraph"]
+#: Metadata key of an instrumented graph: its number among the program's graphs.
+NUMBER = "fxcapture_number"
 
 _Made = TypeVar("_Made")
 
-#: Calls a compiled graph; the graph's own outputs come first.
-Compiled = Callable[..., Sequence[Any]]
+
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """The taps of a variant.
+
+    Attributes:
+        leaves: Site index to tensor leaves.
+        sizes: Site index to integer leaves.
+        plan: What they are for; two selections of one plan share a variant.
+    """
+
+    leaves: Mapping[int, Mapping[Leaf, None]]
+    sizes: Mapping[int, Mapping[tuple[str, int], None]]
+    plan: Any = None
 
 
 @final
-class _Variant:
-    """A whole graph compiled for one selection.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A graph compiled with some taps.
 
     Attributes:
-        plan: The selection's plan.
+        wanted: The taps.
         graph_module: The instrumented graph.
-        call: The compiled graph.
-        num_own: Number of the model's own outputs; the taps stand behind them.
+        call: The compiled graph; its own outputs come first.
+        inputs: Which of Dynamo's inputs it takes; ``None`` for all.
+        num_own: Number of outputs in front of the taps.
+        reader: What the delivery made of it.
     """
 
-    __slots__ = ("_paths", "_readers", "call", "graph_module", "num_own", "plan")
+    wanted: Wanted
+    graph_module: fx.GraphModule
+    call: Callable[..., Sequence[Any]]
+    inputs: Sequence[int] | None
+    num_own: int
+    reader: Any
 
-    def __init__(
-        self, plan: Plan, sites: SiteTable, graph_module: fx.GraphModule, call: Compiled
+    def run(self, args: Sequence[Any]) -> Sequence[Any]:
+        """All outputs; copies to the host that the graph has queued are done."""
+        if self.inputs is not None:
+            args = [args[i] for i in self.inputs]
+        out = self.call(*args)
+        for device in self.graph_module.meta.get(passes.WAITS, ()):
+            torch.accelerator.current_stream(device).synchronize()
+        return out
+
+
+class Engine(Protocol):
+    """What a compiled graph needs of the program it belongs to."""
+
+    @property
+    def share_masks(self) -> bool:
+        """Whether to convert boolean attention masks once for all layers."""
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether copies to the host may be queued."""
+
+    @property
+    def max_variants(self) -> int:
+        """How many variants of one graph stay compiled."""
+
+    def inner(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph."""
+
+    def kept(self, taps: Sequence[Any]) -> Sequence[Any]:
+        """Taps that the next run of the graph does not write over."""
+
+    def owns(self, call: Call) -> bool:
+        """Whether a call is one of the program's."""
+
+
+class Delivery(Protocol):
+    """Which taps a graph's calls need, and what becomes of their values."""
+
+    @property
+    def marked(self) -> MarkedSites:
+        """The graph's sites."""
+
+    @property
+    def prunes(self) -> bool:
+        """Whether the graph ends at the last operation that a record needs."""
+
+    @property
+    def attention(self) -> Mapping[str, passes.WeightsWanted]:
+        """The attention weights that records want."""
+
+    def droppable(self, graph_module: fx.GraphModule) -> frozenset[int] | None:
+        """Inputs that need not be passed where nothing uses them; ``None``: all are."""
+
+    def wanted(self, key: Hashable) -> Wanted:
+        """The taps of one variant."""
+
+    def key(self, call: Call, args: Sequence[Any]) -> Hashable:
+        """The variant that a call needs."""
+
+    def reader(self, wanted: Wanted, graph_module: fx.GraphModule) -> Any:
+        """What reads the taps of a variant; made once, so that calls only index."""
+
+    def deliver(
+        self, call: Call, variant: Variant, args: Sequence[Any], taps: Sequence[Any]
     ) -> None:
-        self.plan = plan
-        self.graph_module = graph_module
-        self.call = call
-        places = places_of(graph_module)
-        self.num_own = num_own_outputs(graph_module)
-        self._paths = {r.name: r.paths for r in plan.records}
-        # Worked out once, so that a call only indexes its outputs.
-        self._readers = [
-            (r.name, [s and _reader(s, places, sites[s.site]) for s in r.slots])
-            for r in plan.records
-        ]
-
-    def records(self, values: Sequence[Any]) -> Records:
-        """Records of a run from the values behind the model's own outputs."""
-        made = {
-            name: tuple([reader and reader(values) for reader in readers])
-            for name, readers in self._readers
-        }
-        return Records(made, self._paths)
-
-
-def _picking(call: Compiled, inputs: Sequence[int]) -> Compiled:
-    """``call`` with some of its arguments."""
-
-    def picked(*args: Any) -> Sequence[Any]:
-        return call(*[args[i] for i in inputs])
-
-    return picked
-
-
-def wait_for(graph_module: fx.GraphModule) -> None:
-    """Wait for the copies to the host that a run of a graph has queued."""
-    for device in graph_module.meta.get(passes.WAITS, ()):
-        torch.accelerator.current_stream(device).synchronize()
+        """Hand the values of the taps to the call."""
 
 
 def places_of(graph_module: fx.GraphModule) -> dict[TapKey, int]:
@@ -100,43 +162,148 @@ def places_of(graph_module: fx.GraphModule) -> dict[TapKey, int]:
     return {key: i for i, key in enumerate(keys)}
 
 
-def num_own_outputs(graph_module: fx.GraphModule) -> int:
-    """Number of outputs that the graph had without taps."""
-    outputs = graph_module.graph.output_node().args[0]
-    return len(outputs) - len(graph_module.meta[passes.OUTPUTS])  # type: ignore[arg-type]
-
-
-def _reader(
-    slot: Slot, places: Mapping[TapKey, int], site: Site
-) -> Callable[[Sequence[Any]], Any]:
-    """A function from a run's extra outputs to the value of one slot."""
-    tensors = {i: places[TapKey(slot.site, leaf=leaf)] for i, leaf in slot.leaves}
-    structure = slot.structure
-    if structure.kind == "tensor":
-        return operator.itemgetter(tensors[structure.index])
-    known = site.entry_sizes if slot.entry else site.sizes
-    sizes = {
-        i: places[TapKey(slot.site, size=(slot.entry, i))]
-        for i in slot.sizes
-        if known[i] is None
-    }
-
-    def read(values: Sequence[Any]) -> Any:
-        return structure.build(
-            lambda i: values[tensors[i]],
-            lambda i: int(values[sizes[i]]) if i in sizes else known[i],
-        )
-
-    return read
-
-
-def _kept_graph(marked_graph: fx.GraphModule) -> fx.GraphModule:
+def kept_graph(marked_graph: fx.GraphModule) -> fx.GraphModule:
     """A copy of Dynamo's graph to compile from, now and later."""
     kept = passes.copy_graph_module(marked_graph)
     for node in kept.graph.nodes:
         # It refers to the call's real inputs, which nothing should keep alive.
         node.meta.pop("grapharg", None)
     return kept
+
+
+@final
+class CompiledGraph:
+    """A marked graph, and what was compiled of it.
+
+    Args:
+        engine: The program it belongs to; not kept alive.
+        graph: The marked graph, from :func:`kept_graph`; not changed.
+        delivery: What becomes of its taps.
+        key: The variant to compile now.
+        example_inputs: What Dynamo gives a backend.
+        number: Its number among the program's graphs.
+
+    Raises:
+        TargetError: the spec does not fit what the graph calls.
+        CaptureError: a value cannot be captured.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        graph: fx.GraphModule,
+        delivery: Delivery,
+        key: Hashable,
+        example_inputs: Sequence[Any],
+        number: int,
+    ) -> None:
+        self._number = number
+        self._engine = weakref.ref(engine)
+        self._graph = graph
+        self._delivery = delivery
+        self._lock = threading.Lock()
+        self._variants: collections.OrderedDict[Hashable, Variant]
+        self._variants = collections.OrderedDict()
+        self._failed: dict[Hashable, Exception] = {}
+        wanted = delivery.wanted(key)
+        self._variants[key] = self._build(engine, wanted, example_inputs)
+
+    def _build(
+        self, engine: Engine, wanted: Wanted, example_inputs: Sequence[Any]
+    ) -> Variant:
+        delivery = self._delivery
+        made = passes.rewrite(
+            self._graph,
+            delivery.marked,
+            wanted.leaves,
+            wanted.sizes,
+            attention=delivery.attention,
+            prune=delivery.prunes,
+            share_masks=engine.share_masks,
+            asynchronous=engine.asynchronous,
+        )
+        made.meta[NUMBER] = self._number
+        inputs: tuple[int, ...] | None = None
+        droppable = delivery.droppable(made)
+        if droppable is not None:
+            passes.drop_inputs(made, droppable)
+            made.recompile()
+            inputs = made.meta[passes.KEPT_INPUTS]
+        given = (
+            example_inputs if inputs is None else [example_inputs[i] for i in inputs]
+        )
+        outputs: Any = made.graph.output_node().args[0]
+        return Variant(
+            wanted=wanted,
+            graph_module=made,
+            call=_torch.without_disable(engine.inner(made, list(given))),
+            inputs=None if len(given) == len(example_inputs) else inputs,
+            num_own=len(outputs) - len(made.meta[passes.OUTPUTS]),
+            reader=delivery.reader(wanted, made),
+        )
+
+    def _variant(self, engine: Engine, key: Hashable) -> Variant:
+        """The variant for a key; compiled on first use, outside of Dynamo."""
+        found = self._variants.get(key)
+        if found is None:
+            # Tracers patch nn.Module while they run, in every thread: what another
+            # thread traced meanwhile would be guarded on the patch.
+            with self._lock, _torch.no_tracing():
+                found = self._variants.get(key) or self._late(engine, key)
+                self._variants[key] = found
+                while len(self._variants) > engine.max_variants:
+                    self._variants.popitem(last=False)
+        elif len(self._variants) == engine.max_variants:
+            with self._lock:
+                if key in self._variants:
+                    self._variants.move_to_end(key)
+        return found
+
+    def _late(self, engine: Engine, key: Hashable) -> Variant:
+        if key in self._failed:
+            raise self._failed[key]
+        wanted = self._delivery.wanted(key)
+        for known in self._variants.values():
+            if known.wanted == wanted:
+                return known
+        build = functools.partial(self._build, engine, wanted)
+        try:
+            return _compile_late(self._graph, build)
+        except FxCaptureError:
+            raise
+        except Exception as error:
+            failure = CaptureError(
+                "the graph cannot be compiled for this selection",
+                why=f"{type(error).__name__}: {error}".strip(),
+                remedy="select other positions, or use another backend; the call is "
+                "refused without compiling again from now on",
+            )
+            failure.__cause__ = error
+            self._failed[key] = failure
+            raise failure from error
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the graph; its taps go to the call in flight, the rest to Dynamo."""
+        engine, call = self._engine(), call_in_flight.get()
+        if engine is None or call is None or not engine.owns(call):
+            # Dynamo's code outlived the call: the user runs it by a way of his own.
+            variant = next(iter(self._variants.values()))
+            return variant.run(args)[: variant.num_own]
+        try:
+            variant = self._variant(engine, self._delivery.key(call, args))
+        except FxCaptureError as error:
+            call.error = error
+            raise
+        call.started = True
+        out = variant.run(args)
+        own = variant.num_own
+        self._delivery.deliver(call, variant, args, engine.kept(out[own:]))
+        return out[:own]
+
+    def graphs(self) -> Iterator[fx.GraphModule]:
+        """The instrumented graphs, one for each variant that has taps."""
+        taps = [v for v in self._variants.values() if v.wanted.plan or v.wanted.leaves]
+        yield from {id(v): v.graph_module for v in taps}.values()
 
 
 def _compile_late(gm: fx.GraphModule, build: Callable[[Sequence[Any]], _Made]) -> _Made:
@@ -155,311 +322,3 @@ def _compile_late(gm: fx.GraphModule, build: Callable[[Sequence[Any]], _Made]) -
             # Inside Dynamo this restarts the frame with what was learnt kept in a
             # global table, so that the second try succeeds; here we are the frame.
             return build(fakes)
-
-
-@final
-class WholeGraph:
-    """A graph that is the whole run.
-
-    Args:
-        program: The program it belongs to.
-        marked_graph: The graph as Dynamo made it; not changed.
-        example_inputs: What Dynamo gives a backend.
-        selection: The selection to compile it for now.
-
-    Raises:
-        TargetError: the spec does not fit what the graph calls.
-        CaptureError: a value cannot be captured.
-    """
-
-    def __init__(
-        self,
-        program: DynamoProgram,
-        marked_graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-        selection: Any,
-    ) -> None:
-        self._program = program
-        self._bound = program.bound
-        self._lock = threading.Lock()
-        self._marked_graph = _kept_graph(marked_graph)
-        self.number = program.next_graph_number()
-        self._marked = passes.collect_marks(
-            self._marked_graph, graph=self.number, classes=self._bound.classes
-        )
-        self._variants: dict[Any, _Variant] = {}
-        self._variants[selection] = self._build(self._plan(selection), example_inputs)
-
-    def _plan(self, selection: Any) -> Plan:
-        return resolve(self._program.spec, self._bound, self._marked.sites, selection)
-
-    def _build(self, plan: Plan, example_inputs: Sequence[Any]) -> _Variant:
-        made = passes.rewrite(
-            self._marked_graph,
-            self._marked,
-            plan.wanted(),
-            plan.wanted_sizes(),
-            prune=not self._program.keep_output,
-            share_masks=self._program.share_masks,
-            asynchronous=self._program.asynchronous,
-        )
-        inputs: tuple[int, ...] | None = None
-        if not self._program.keep_output:
-            passes.drop_inputs(made, passes.tensor_inputs(made))
-            made.recompile()
-            inputs = made.meta[passes.KEPT_INPUTS]
-            example_inputs = [example_inputs[i] for i in inputs]
-        call = _torch.without_disable(self._program.inner(made, list(example_inputs)))
-        if inputs is not None:
-            call = _picking(call, inputs)
-        return _Variant(plan, self._marked.sites, made, call)
-
-    def _variant(self, selection: Any) -> _Variant:
-        """The variant for a selection; compiled on first use, outside of Dynamo."""
-        found = self._variants.get(selection)
-        if found is None:
-            # Tracers patch nn.Module while they run, in every thread: what another
-            # thread traced meanwhile would be guarded on the patch.
-            with self._lock, _torch.no_tracing():
-                found = self._variants.get(selection) or self._late(selection)
-                self._variants[selection] = found
-        return found
-
-    def _late(self, selection: Any) -> _Variant:
-        plan = self._plan(selection)
-        for known in self._variants.values():
-            if known.plan == plan:
-                return known
-        return _compile_late(self._marked_graph, lambda fakes: self._build(plan, fakes))
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the graph; records go to the frame, the rest to Dynamo's code."""
-        frame = active_frame.get()
-        if frame is None or frame.owner is not self._program:
-            # Dynamo's code outlived the call: the user runs it by a way of his own.
-            variant = next(iter(self._variants.values()))
-            return variant.call(*args)[: variant.num_own]
-        variant = self._variant(frame.selection)
-        frame.started = True
-        out = variant.call(*args)
-        wait_for(variant.graph_module)
-        taps = self._program.kept(out[variant.num_own :])
-        frame.delivered = variant.records(taps)
-        self._program.last_sites = self._marked.sites
-        return out[: variant.num_own]
-
-    def graphs(self) -> Iterator[fx.GraphModule]:
-        """The instrumented graphs, one for each selection."""
-        yield from {id(v): v.graph_module for v in self._variants.values()}.values()
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _PieceVersion:
-    """A piece compiled with its taps, or without.
-
-    Attributes:
-        graph_module: The graph.
-        call: The compiled graph.
-        inputs: Which of Dynamo's inputs it takes; ``None`` for all.
-        num_own: Number of outputs in front of the taps.
-    """
-
-    graph_module: fx.GraphModule
-    call: Compiled
-    inputs: Sequence[int] | None
-    num_own: int
-
-    def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
-        """All outputs."""
-        if self.inputs is None:
-            return self.call(*args)
-        return self.call(*[args[i] for i in self.inputs])
-
-
-@final
-class Piece:
-    """A graph of a broken run.
-
-    Args:
-        program: The program it belongs to.
-        marked_graph: The graph as Dynamo made it; not changed.
-        example_inputs: What Dynamo gives a backend.
-    """
-
-    def __init__(
-        self,
-        program: DynamoProgram,
-        marked_graph: fx.GraphModule,
-        example_inputs: Sequence[Any],
-    ) -> None:
-        self._program = program
-        self.number = program.next_graph_number()
-        bound = program.bound
-        self._classes = bound.classes
-        kept = _kept_graph(marked_graph)
-        self.sites = passes.mark_sites(kept, graph=self.number, classes=bound.classes)
-        self._tokens = passes.locate_tokens(kept)
-        self._sites_of: dict[tuple[int, str], Site] = {}
-        self._deferred: dict[tuple[int, Leaf], tuple[Leaf, Reduction]] = {}
-        # A site of a group is spoken of as one of its members.
-        stand_ins = [
-            of_module(s, program.representative(s.path), bound.classes)
-            for s in self.sites
-        ]
-        marked = passes.MarkedSites(
-            SiteTable(stand_ins), tuple((i, i) for i in range(len(stand_ins)))
-        )
-        wanted: dict[int, dict[Leaf, None]] = {}
-        sizes: dict[int, dict[tuple[bool, int], None]] = {}
-        for i, (site, stand_in) in enumerate(zip(self.sites, stand_ins, strict=True)):
-            wanted[i] = {}
-            for name, leaf in named_leaves_of(program.spec, bound, stand_in):
-                reduce = program.spec[name].reduce
-                if isinstance(reduce, Reduction) and reduce.source is not None:
-                    # The graph does not see the call's inputs: reduced behind it.
-                    whole = dataclasses.replace(leaf, dtype=None, device=None)
-                    self._deferred[i, whole] = (leaf, reduce)
-                    leaf = whole
-                wanted[i][leaf] = None
-            sizes[i] = dict.fromkeys(
-                [(False, k) for k in range(len(site.sizes))]
-                + [(True, k) for k in range(len(site.entry_sizes))]
-            )
-        # Entries and results of one call may stand in two marks, each a site here: both
-        # are tapped at once, and joined when the run ends.
-        self._full = self._compiled(kept, marked, wanted, sizes, example_inputs)
-        self._places = places_of(self._full.graph_module)
-        self._flags = {k.site: i for k, i in self._places.items() if k.ran}
-        #: What makes the version without taps; only where they cost more than copies.
-        self._make_bare: Callable[[], _PieceVersion] | None = None
-        self._bare: _PieceVersion | None = None
-        fixed = all(None not in (*s.sizes, *s.entry_sizes) for s in self.sites)
-        weights = any(bound.attention.get(site.path) for site in stand_ins)
-        if weights and fixed and not self._flags:
-            self._make_bare = functools.partial(self._late, kept, marked)
-        self._lock = threading.Lock()
-
-    def _compiled(
-        self,
-        kept: fx.GraphModule,
-        marked: passes.MarkedSites,
-        wanted: Mapping[int, Mapping[Leaf, None]],
-        sizes: Mapping[int, Mapping[tuple[bool, int], None]],
-        example_inputs: Sequence[Any],
-    ) -> _PieceVersion:
-        program = self._program
-        made = passes.rewrite(
-            kept,
-            marked,
-            wanted,
-            sizes,
-            share_masks=program.share_masks,
-            asynchronous=program.asynchronous,
-        )
-        tokens = frozenset(t for t in self._tokens if t is not None)
-        passes.drop_inputs(made, tokens)
-        made.recompile()
-        inputs = made.meta[passes.KEPT_INPUTS]
-        call = program.inner(made, [example_inputs[i] for i in inputs])
-        return _PieceVersion(
-            graph_module=made,
-            call=_torch.without_disable(call),
-            inputs=None if len(inputs) == len(example_inputs) else inputs,
-            num_own=num_own_outputs(made),
-        )
-
-    def _late(self, kept: fx.GraphModule, marked: passes.MarkedSites) -> _PieceVersion:
-        return _compile_late(
-            kept, lambda fakes: self._compiled(kept, marked, {}, {}, fakes)
-        )
-
-    def __call__(self, *args: Any) -> Any:
-        """Run the graph; hand its events to the frame and the rest to Dynamo's code."""
-        full, frame = self._full, active_frame.get()
-        if frame is None or frame.owner is not self._program:
-            return full(args)[: full.num_own]
-        self._program.join_checkpoint(frame)
-        if self._make_bare is not None and not self._wanted(frame, args):
-            if self._bare is None:
-                with self._lock, _torch.no_tracing():
-                    self._bare = self._bare or self._make_bare()
-            out = self._bare(args)
-            self._deliver(frame, args, ())
-            return out
-        out = full(args)
-        if not self.sites:
-            return out
-        wait_for(full.graph_module)
-        taps = self._program.kept(out[full.num_own :])
-        self._deliver(frame, args, taps)
-        return out[: full.num_own]
-
-    def _wanted(self, frame: Frame, args: Sequence[Any]) -> bool:
-        """Whether a record may select anything that this call of the graph gives."""
-        # Autograd's checkpoints compute a call again, which has to run alike.
-        if torch.is_grad_enabled():
-            return True
-        hits: collections.Counter[str] = collections.Counter()
-        for i in range(len(self.sites)):
-            records, final = self._program.hits_of(self._site_of(i, args))
-            if not final:
-                return True
-            hits.update(records)
-        return frame.may_select(hits)
-
-    def _deliver(
-        self, frame: Frame, args: Sequence[Any], values: Sequence[Any]
-    ) -> None:
-        """Hand the graph's events to a frame; ``values`` are the taps, or none."""
-        tensors: dict[int, dict[Leaf, Any]] = {}
-        sizes: dict[tuple[int, bool, int], int] = {}
-        for key, place in self._places.items() if values else ():
-            if key.leaf is not None:
-                leaf, value = key.leaf, values[place]
-                if (key.site, leaf) in self._deferred:
-                    leaf, reduce = self._deferred[key.site, leaf]
-                    source = frame.inputs[str(reduce.source)]
-                    value = leaf.snapshot(reduce.apply(value, source))
-                tensors.setdefault(key.site, {})[leaf] = value
-            elif key.size is not None:
-                sizes[key.site, *key.size] = int(values[place])
-        for i, site in enumerate(self.sites):
-            if i in self._flags and not values[self._flags[i]]:
-                continue  # a branch that did not run
-            site = self._site_of(i, args)
-            event = Event(
-                site,
-                tensors.get(i, {}),
-                _filled(sizes, i, False, site.sizes),
-                _filled(sizes, i, True, site.entry_sizes),
-            )
-            records, final = self._program.hits_of(site)
-            frame.add(event, records, final=final)
-
-    def _site_of(self, i: int, args: Sequence[Any]) -> Site:
-        """A site as a call of the module that its token, if it has one, stands for."""
-        token = self._tokens[i]
-        if token is None:
-            return self.sites[i]
-        path = self._program.path_of_token(args[token])
-        found = self._sites_of.get((i, path))
-        if found is None:
-            found = of_module(self.sites[i], path, self._classes)
-            self._sites_of[i, path] = found
-        return found
-
-    def graphs(self) -> Iterator[fx.GraphModule]:
-        """The instrumented graph."""
-        yield self._full.graph_module
-
-
-def _filled(
-    sizes: Mapping[tuple[int, bool, int], int],
-    site: int,
-    entry: bool,
-    known: Sequence[int | None],
-) -> tuple[int, ...]:
-    return tuple(
-        sizes[site, entry, k] if size is None else size for k, size in enumerate(known)
-    )

@@ -1,23 +1,22 @@
-"""The Dynamo front end: a model, traced with marks, compiled with taps.
+"""A model compiled by Dynamo, with its capture.
 
-A call is tried as one graph first (a *whole run*, see ``graph_program``).  Where Dynamo
-cannot trace it as one, it runs in pieces (a *broken run*): Dynamo compiles them as it
-sees fit, with marks in them, and what runs between them is observed eagerly.
+A call is tried as one graph first (a *whole run*).  Where Dynamo cannot trace it as
+one, it runs in pieces (a *broken run*): Dynamo compiles them as it sees fit, with marks
+in them, and what runs between them is observed eagerly.
 
 Invariants
     Nothing is written to the model in a whole run.  In a broken run the overrides stand
     in the instances while the call runs, and are gone after it, also if it raised.
-    Each program has a code object of its own: Dynamo caches by code object, and neither
-    another captured model nor a plain one may run this one's code.
+    Each program has code of its own: neither another captured model nor a plain one may
+    run this one's.  Dynamo keeps nothing of a program that is gone.
 """
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import functools
 import itertools
 import logging
-import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -27,40 +26,32 @@ from torch import fx, nn
 
 from fxcapture import _torch, passes
 from fxcapture.errors import FxCaptureError, TraceError
-from fxcapture.plan.inputs import defer_reductions, find_inputs
-from fxcapture.plan.plan import (
-    Leaf,
-    Match,
-    Plan,
-    Slot,
-    leaves_of,
-    match,
-    reducers_of,
-    resolve,
-)
+from fxcapture.passes.compute_weights import weights_wanted
+from fxcapture.plan.inputs import find_inputs
+from fxcapture.plan.match import Match, match, reducers_of
 from fxcapture.plan.records import Records
-from fxcapture.plan.sites import Site, SiteTable
+from fxcapture.plan.resolve import resolve
+from fxcapture.plan.sites import SiteTable
 from fxcapture.reductions import bind_inputs
-from fxcapture.runtime.call import Event, Frame, active_frame
-from fxcapture.runtime.compiled_graph import Piece, WholeGraph
+from fxcapture.runtime.call import Call, call_in_flight
+from fxcapture.runtime.capture import Capture
+from fxcapture.runtime.compiled_graph import CompiledGraph, kept_graph
+from fxcapture.runtime.piece_run import FULL, PieceDelivery
+from fxcapture.runtime.whole_run import WholeDelivery
 from fxcapture.spec.selector import Selector
 from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.fused_layers import fused_attention
-from fxcapture.trace.mark import (
-    emit_mark,
-    enter,
-    leave,
-    restore_left_behind,
-)
-from fxcapture.trace.overrides import Overrides
-from fxcapture.trace.structure import encode
+from fxcapture.trace.mark import emit_mark, input_named
+from fxcapture.trace.scope import enter, leave, restore_left_behind, steps_to
 
 __all__ = ["DynamoProgram"]
 
-#: ``(args, kwargs, selection, capture_inputs) -> (output, records)``
-Run = Callable[..., tuple[Any, Records]]
+#: ``(args, kwargs, selection, capture_inputs) -> (output, records, call)``
+Run = Callable[..., tuple[Any, Records, Call]]
 
-_MAX_REMEMBERED = 2048
+#: How many programs of each class of model there were: names that are the same in the
+#: next process.
+_counts: collections.Counter[str] = collections.Counter()
 
 _log = logging.getLogger("fxcapture")
 
@@ -79,14 +70,13 @@ class DynamoProgram:
         dynamic: As in ``torch.compile``.
         fullgraph: Refuse to run as several graphs; with regions, each as several.
         regions: Modules to compile one by one; the rest of the model then runs eagerly.
+        max_variants: How many selections of one graph stay compiled.
         compile_kwargs: Further keywords of ``torch.compile``.
 
     Attributes:
-        bound: The spec bound to the model's modules, as the latest trace found them.
-        last_sites: The sites of the latest call.
-        run: Runs the model once: ``(args, kwargs, selection) -> (output, records)``.
+        latest: The latest call that has ended; ``None`` before the first.
+        run: Runs the model once, see ``Run``.
         break_reason: Why the model does not run as one graph; ``None`` if it does.
-        compiled: Every graph compiled so far.
     """
 
     def __init__(
@@ -101,40 +91,40 @@ class DynamoProgram:
         dynamic: bool | None,
         fullgraph: bool,
         regions: Selector | None,
+        max_variants: int,
         compile_kwargs: Mapping[str, Any],
     ) -> None:
         self.model = model
         self.spec = spec
         self.keep_output = keep_output
         self.fullgraph = fullgraph
-        self.reducers = reducers_of(spec)
-        self.inner = _torch.resolve_backend(backend, mode, options, dynamic)
+        self.max_variants = max_variants
+        self.regional = regions is not None
+        self.break_reason: str | None = "regions= was given" if self.regional else None
+        self.latest: Call | None = None
+        self._pieces_for_good = self.regional
+        self._inner = _torch.resolve_backend(backend, mode, options, dynamic)
         self._backend_given = backend
         #: Where the conversions cost memory; other backends run the graph as it is.
         self.share_masks = backend == "inductor"
-        self.bound: Match = match(spec, model)
-        self.last_sites = SiteTable()
-        self.regional = regions is not None
-        self._pieces_for_good = self.regional
-        self.break_reason: str | None = "regions= was given" if self.regional else None
-        self.compiled: list[WholeGraph | Piece] = []
+        self.attention = weights_wanted(spec)
+        self._bound = match(spec, model)
+        self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._numbers = itertools.count()
-        self._overrides = Overrides(
+        self._region_functions: dict[type, Callable[..., Any]] = {}
+        kind = type(model).__name__
+        self._name = f"{kind}_{_counts[kind]}"
+        _counts[kind] += 1
+        me = weakref.ref(self)
+        self.capture = Capture(
             model,
             spec,
-            emit_mark,
-            self._observe_eagerly,
-            self._asked,
-            defer_reductions(self.reducers, _current_inputs),
-            regions,
-            self._run_region,
+            regions=regions,
+            run_region=lambda *args, **kwargs: _alive(me)._run_region(*args, **kwargs),
+            # A piece may end inside of a call; a region that does is rare.
+            watched=not self.regional,
         )
-        #: The site of each kind of eager observation, its leaves and ``hits_of`` it.
-        self._eager_sites: dict[
-            Any, tuple[Site, tuple[Leaf, ...], tuple[str, ...], bool]
-        ] = {}
-        self._event_plans: dict[Any, Any] = {}
-        self._region_functions: dict[type, Callable[..., Any]] = {}
+        self._backend = _Backend(me, self._inner)
         settings = {"dynamic": dynamic, **compile_kwargs}
         self._run_whole = torch.compile(
             self._whole_function(), backend=self._backend, fullgraph=True, **settings
@@ -144,19 +134,25 @@ class DynamoProgram:
         # A caller may itself be compiled; what it traced of this it would inline.
         self.run: Run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
         self._run_pieces = torch.compile(
-            _own_code(_call_model),
+            _torch.own_code(_call_model, f"pieces_of_{self._name}"),
             backend=self._backend,
             fullgraph=fullgraph and not self.regional,
             **settings,
         )
 
-    def next_graph_number(self) -> int:
-        """The number of the graph that is being compiled."""
-        return next(self._numbers)
+    # -- what compiled graphs ask --------------------------------------------------
+
+    def inner(self, gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """Compile a graph."""
+        return self._inner(gm, inputs)  # type: ignore[no-any-return]
+
+    def owns(self, call: Call) -> bool:
+        """Whether a call is one of this program's."""
+        return call.owner is self.capture
 
     @functools.cached_property
     def _reused(self) -> Callable[[torch.Tensor], bool] | None:
-        return _torch.reuses_outputs(self._backend_given, self.inner)
+        return _torch.reuses_outputs(self._backend_given, self._inner)
 
     @property
     def asynchronous(self) -> bool:
@@ -179,59 +175,91 @@ class DynamoProgram:
             for tap in taps
         ]
 
-    def plan_of(self, sites: SiteTable, selection: Any) -> Plan:
-        """The plan for the sites of one whole run."""
+    # -- what users ask ------------------------------------------------------------
+
+    @property
+    def bound(self) -> Match:
+        """The spec bound to the model, as the latest call found it."""
+        return self._bound if self.latest is None else self.latest.bound
+
+    @property
+    def last_sites(self) -> SiteTable:
+        """The sites of the latest call."""
+        return SiteTable() if self.latest is None else self.latest.sites
+
+    def plan_of(self, sites: SiteTable, selection: Any) -> Any:
+        """The plan for the sites of the latest call."""
         return resolve(self.spec, self.bound, sites, selection)
 
+    @property
+    def compiled(self) -> list[CompiledGraph]:
+        """The graphs that Dynamo has compiled and still keeps, in order."""
+        found = [(ref, ref()) for ref in self._graphs]
+        self._graphs = [ref for ref, graph in found if graph is not None]
+        return [graph for _, graph in found if graph is not None]
+
+    def graphs(self) -> Iterator[fx.GraphModule]:
+        """Their instrumented graphs."""
+        for graph in self.compiled:
+            yield from graph.graphs()
+
+    # -- compiling -----------------------------------------------------------------
+
     def _whole_function(self) -> Callable[..., Any]:
-        model, reducers, keep_output = self.model, self.reducers, self.keep_output
+        model, keep_output = self.model, self.keep_output
+        reducers, me = reducers_of(self.spec), weakref.ref(self)
+        late = tuple({w.source for w in self.attention.values() if w.source})
 
         @_torch.constant
-        def targets() -> Any:
+        def steps() -> Any:
             # Called while tracing: the module tree may have changed since the last
             # trace, and a change that matters makes Dynamo trace again.
-            self.bound = match(self.spec, model)
-            return self.bound.targets
+            program = _alive(me)
+            program._bound = match(program.spec, model)
+            return steps_to(program._bound.targets, by_dynamo=True)
 
         def captured(  # traced, never executed
             inputs: Any, /, *args: Any, **kwargs: Any
         ) -> Any:
-            saved = enter(model, targets(), emit_mark, bind_inputs(reducers, inputs))
+            saved = enter(model, steps(), emit_mark, bind_inputs(reducers, inputs))
+            for name in late:
+                given = [] if inputs[name] is None else [inputs[name]]
+                emit_mark(None, given, [], "N", "", input_named(name))
             try:
                 output = model(*args, **kwargs)
             finally:
                 leave(saved)
             return output if keep_output else None
 
-        return _own_code(captured)
+        return _torch.own_code(captured, f"captured_{self._name}")
 
-    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        frame = active_frame.get()
-        if frame is None or frame.owner is not self:
-            return self.inner(passes.without_marks(gm), list(example_inputs))
-        made: WholeGraph | Piece
+    def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        """Compile a graph that Dynamo has traced for a call of this program."""
+        call = call_in_flight.get()
+        if call is None or not self.owns(call):
+            return self._inner(passes.without_marks(gm), list(example_inputs))
+        number = next(self._numbers)
         try:
-            if frame.whole and passes.reuses_bodies(gm):
-                raise _RunInPieces(
-                    "a nested compile region has one body for several calls, in which "
-                    "only tokens can tell the modules apart"
+            if call.whole:
+                _check_whole(gm)
+            graph = kept_graph(gm)
+            if call.whole:
+                whole = WholeDelivery(
+                    self.spec, self._bound, graph, number, self.keep_output
                 )
-            if frame.whole and passes.forgets_overrides(gm):
-                raise _RunInPieces(
-                    "the graph has a conditional, a loop or another operator with a "
-                    "body, through which Dynamo cannot trace the undoing of overrides"
+                made = CompiledGraph(
+                    self, graph, whole, call.selection, example_inputs, number
                 )
-            if frame.whole:
-                made = WholeGraph(self, gm, example_inputs, frame.selection)
             else:
-                made = Piece(self, gm, example_inputs)
+                piece = PieceDelivery(self.capture, call.bound, graph, number)
+                made = CompiledGraph(self, graph, piece, FULL, example_inputs, number)
         except (FxCaptureError, _RunInPieces) as error:
-            frame.error = error
+            call.error = error
             raise
-        self.compiled.append(made)
+        self._graphs.append(weakref.ref(made))
         return made
 
-    # -- calls -------------------------------------------------------------------------
+    # -- calls ---------------------------------------------------------------------
 
     def _run(
         self,
@@ -239,15 +267,16 @@ class DynamoProgram:
         kwargs: dict[str, Any],
         selection: Any,
         capture_inputs: Mapping[str, Any] | None = None,
-    ) -> tuple[Any, Records]:
-        """Run the model once; its output (or ``None``) and the records."""
+    ) -> tuple[Any, Records, Call]:
+        """Run the model once; its output (or ``None``), the records, and the call."""
         inputs = find_inputs(self.spec, self.model, args, kwargs, capture_inputs)
-        with fused_attention(not self.bound.inside_fused):
-            if self.break_reason is None:
+        with fused_attention(not self._bound.inside_fused):
+            tried = self.break_reason is None
+            if tried:
                 done = self._call_whole(args, kwargs, selection, inputs)
                 if done is not None:
                     return done
-            return self._call_in_pieces(args, kwargs, selection, inputs)
+            return self._call_in_pieces(args, kwargs, selection, inputs, tried)
 
     def _call_whole(
         self,
@@ -255,36 +284,42 @@ class DynamoProgram:
         kwargs: dict[str, Any],
         selection: Any,
         inputs: dict[str, Any],
-    ) -> tuple[Any, Records] | None:
+    ) -> tuple[Any, Records, Call] | None:
         """Run as one graph; ``None`` if the model has to be run in pieces."""
-        frame = Frame(self, selection, whole=True, spec=self.spec)
-        token = active_frame.set(frame)
-        compiled = len(self.compiled)
+        call = Call(
+            self.capture, selection, whole=True, spec=self.spec, bound=self._bound
+        )
+        token = call_in_flight.set(call)
+        compiled = len(self._graphs)
         try:
             output = self._run_whole(inputs or None, *args, **kwargs)
         except Exception as error:
-            if frame.started:
+            if call.started:
                 raise  # the model's own error, from the running graph
-            self._cannot_run_whole(error, frame)
+            self._cannot_run_whole(error, call)
             return None
         finally:
-            active_frame.reset(token)
-        if len(self.compiled) != compiled:
-            left = restore_left_behind(self.model, self.bound.targets)
+            call_in_flight.reset(token)
+        if len(self._graphs) != compiled:
+            left = restore_left_behind(self.model, self._bound.targets)
             if left:
                 self.break_reason = f"Dynamo did not undo the override of {left[0]!r}"
                 self._pieces_for_good = True
-        # Dynamo makes no graph of a call that computes nothing.
-        return output, frame.delivered or self._records_of(frame)
+        records = call.delivered
+        if records is None:  # Dynamo makes no graph of a call that computes nothing
+            records = self.capture.records(call)
+        call.delivered = None
+        self.latest = call
+        return output, records, call
 
-    def _cannot_run_whole(self, error: Exception, frame: Frame) -> None:
+    def _cannot_run_whole(self, error: Exception, call: Call) -> None:
         """Decide what an error in Dynamo means: ours, the user's, or a graph break."""
-        if isinstance(frame.error, _RunInPieces):
-            self.break_reason = str(frame.error)
+        if isinstance(call.error, _RunInPieces):
+            self.break_reason = str(call.error)
             self._pieces_for_good = True
             return
-        if frame.error is not None:
-            raise frame.error from None
+        if call.error is not None:
+            raise call.error from call.error.__cause__
         if isinstance(error, _torch.BackendCompilerFailed):
             raise error
         breaks = isinstance(
@@ -307,37 +342,31 @@ class DynamoProgram:
         kwargs: dict[str, Any],
         selection: Any,
         inputs: dict[str, Any],
-    ) -> tuple[Any, Records]:
-        frame = Frame(self, selection, whole=False, spec=self.spec, inputs=inputs)
-        token = active_frame.set(frame)
+        tried: bool,
+    ) -> tuple[Any, Records, Call]:
+        running = self.capture.call(selection, inputs)
+        call = running.call
+        call.break_reason = self.break_reason
         try:
-            with self._overrides:
-                self.bound = self._overrides.bound
+            with running:
                 if self.regional:
                     output = self.model(*args, **kwargs)
                 else:
                     output = self._run_pieces(self.model, args, kwargs)
         except Exception as error:
-            if frame.error is not None:
-                raise frame.error from None
-            if not isinstance(error, _torch.DynamoError) and not self._pieces_for_good:
+            if call.error is not None:
+                raise call.error from call.error.__cause__
+            dynamos = isinstance(error, _torch.DynamoError)
+            if tried and not dynamos and not self._pieces_for_good:
                 # The model raised; that may have been all that stopped the trace.
                 self.break_reason = None
             raise
-        finally:
-            active_frame.reset(token)
+        # It broke without raising, so that a later error is no reason to try again.
+        self._pieces_for_good = self._pieces_for_good or self.break_reason is not None
         outside = (args, kwargs, output)
-        return output if self.keep_output else None, self._records_of(frame, outside)
-
-    # -- broken runs -------------------------------------------------------------------
-
-    def representative(self, path: str) -> str:
-        """A module that a mark's path stands for."""
-        return self._overrides.representative(path)
-
-    def path_of_token(self, token: torch.Tensor) -> str:
-        """The path of the module that a token stands for."""
-        return self._overrides.path_of_token(token)
+        records = self.capture.records(call, outside)
+        self.latest = call
+        return output if self.keep_output else None, records, call
 
     def _run_region(
         self, kind: type, below: Callable[..., Any], /, *args: Any, **kwargs: Any
@@ -347,8 +376,9 @@ class DynamoProgram:
         if compiled is None:
             # A code object for each class, so that a model of many kinds of blocks does
             # not run into the recompile limit, which counts by code object.
+            name = f"region_{kind.__name__}_of_{self._name}"
             compiled = torch.compile(
-                _own_code(_call_function),
+                _torch.own_code(_call_function, name),
                 backend=self._backend,
                 fullgraph=self.fullgraph and self.regional,
                 **self._settings,
@@ -356,174 +386,50 @@ class DynamoProgram:
             self._region_functions[kind] = compiled
         return compiled(below, args, kwargs)
 
-    def join_checkpoint(self, frame: Frame) -> None:
-        """Run alike when the checkpoint that a broken run is in computes anew.
 
-        That happens in backward, when the overrides are gone; what it gives then is a
-        repetition and counts for nothing.
-        """
-        if not torch.is_grad_enabled():
-            return
-        equal = frame.repeated  # the frame itself would keep its values alive
+def _alive(program: weakref.ref[DynamoProgram]) -> DynamoProgram:
+    found = program()
+    assert found is not None  # what asks runs in a call of the program
+    return found
 
-        @contextlib.contextmanager
-        def again() -> Iterator[None]:
-            token = active_frame.set(equal.anew())
-            try:
-                with fused_attention(not self.bound.inside_fused), self._overrides:
-                    yield
-            finally:
-                active_frame.reset(token)
 
-        _torch.while_recomputing(id(equal), lambda: again)
+@final
+class _Backend:
+    """The Dynamo backend of one program, which Dynamo keeps for ever.
 
-    def hits_of(self, site: Site) -> tuple[tuple[str, ...], bool]:
-        """The records that a site is a hit of; whether it is one by itself.
+    Args:
+        program: The program; not kept alive.
+        inner: The backend that compiles.
+    """
 
-        It is not if forward hooks are still to see the call.
-        """
-        final = site.hooked or not self.bound.is_hooked(site.path)
-        return self.bound.records_of(site.path), final
-
-    def _asked(self, token: torch.Tensor) -> bool:
-        """Whether to copy what a call outside of graphs received."""
-        frame = active_frame.get()
-        if frame is None or frame.owner is not self:
-            return False
-        return frame.wants_entry(self.bound.records_of(self.path_of_token(token)))
-
-    def _observe_eagerly(
-        self,
-        token: torch.Tensor,
-        result: list[torch.Tensor],
-        derived: list[torch.Tensor],
-        sizes: list[int],
-        entry_sizes: list[int],
-        structure: str,
-        entries: str,
-        group: str,
-        hooked: bool,
+    def __init__(
+        self, program: weakref.ref[DynamoProgram], inner: Callable[..., Any]
     ) -> None:
-        """Take an observation (its fields, see ``mark``) that no graph made."""
-        frame = active_frame.get()
-        if frame is None or frame.owner is not self:
-            return
-        if torch.is_grad_enabled():
-            self.join_checkpoint(frame)
-        bound, path = self.bound, self._overrides.path_of_token(token)
-        # All that tells kinds of sites apart; the rest follows from it.
-        key = (
-            bound,
-            path,
-            structure,
-            entries,
-            hooked,
-            tuple(map(int, sizes)) if sizes else (),
-            tuple(map(int, entry_sizes)) if entry_sizes else (),
-            tuple([t.shape for t in result]),
-            tuple([t.dtype for t in result]),
+        self._program = program
+        self._inner = inner
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        program = self._program()
+        if program is None:
+            return self._inner(passes.without_marks(gm), list(example_inputs))
+        return program.compile_graph(gm, example_inputs)
+
+
+def _check_whole(gm: fx.GraphModule) -> None:
+    if passes.reuses_bodies(gm):
+        raise _RunInPieces(
+            "a nested compile region has one body for several calls, in which only "
+            "tokens can tell the modules apart"
         )
-        found = self._eager_sites.get(key)
-        if found is None:
-            site = _eager_site(*key)
-            found = site, leaves_of(self.spec, bound, site), *self.hits_of(site)
-            _remember(self._eager_sites, key, found)
-        site, leaves, records, final = found
-        event = Event(site, {}, key[5], key[6])
-        frame.add(event, records, final=final)
-        if event.claims:
-            tensors, own = {}, {}
-            for leaf in leaves:
-                if leaf.kind == "derived" and not derived:
-                    continue  # what it received cannot be selected any more
-                value = (result if leaf.kind == "result" else derived)[leaf.index]
-                tensors[leaf] = leaf.snapshot(value)
-                # Autograd recorded it, and it shares no memory with a parameter.
-                if leaf.is_plain and value.grad_fn is not None and not value._is_view():
-                    own[leaf] = weakref.ref(value), value._version
-            event.tensors, event.own = tensors, own
-
-    def _plan_of_events(
-        self, frame: Frame
-    ) -> tuple[Plan, SiteTable, tuple[tuple[int, int], ...]]:
-        """The plan of a finished broken run, made once for each sequence of sites."""
-        sites = tuple(event.site for event in frame.events)
-        # By identity, since to hash what a site says costs more than all else here; the
-        # sites are kept with the plan, so that no other gets the same.
-        key = (self.bound, frame.selection, tuple(map(id, sites)))
-        found = self._event_plans.get(key)
-        if found is None:
-            merged, marks = passes.pair_hooked(sites)
-            table = SiteTable(merged)
-            found = self.plan_of(table, frame.selection), table, marks, sites
-            _remember(self._event_plans, key, found)
-        return found[:3]
-
-    def _records_of(self, frame: Frame, outside: Any = ()) -> Records:
-        """The records of a finished run.
-
-        Args:
-            frame: The run.
-            outside: What the caller holds, and may write to.
-        """
-        if any(event.own for event in frame.events):
-            tensors: list[torch.Tensor] = []
-            encode(outside, tensors, [])
-            held = {id(tensor) for tensor in tensors}
-            for event in frame.events:
-                event.own = {
-                    k: o for k, o in event.own.items() if id(o[0]()) not in held
-                }
-        plan, table, marks = self._plan_of_events(frame)
-        self.last_sites = table
-        values = {
-            record.name: tuple(
-                None if slot is None else _from_events(slot, frame.events, marks)
-                for slot in record.slots
-            )
-            for record in plan.records
-        }
-        return Records(values, {r.name: r.paths for r in plan.records})
-
-
-def _eager_site(
-    bound: Match,
-    path: str,
-    structure: str,
-    entries: str,
-    hooked: bool,
-    sizes: tuple[int, ...],
-    entry_sizes: tuple[int, ...],
-    shapes: tuple[torch.Size, ...],
-    dtypes: tuple[torch.dtype, ...],
-) -> Site:
-    return Site(
-        path=path,
-        structure=structure,
-        entries=entries,
-        sizes=sizes,
-        entry_sizes=entry_sizes,
-        shapes=tuple(map(tuple, shapes)),
-        dtypes=tuple(str(d).removeprefix("torch.") for d in dtypes),
-        class_name=bound.classes.get(path, ""),
-        hooked=hooked,
-    )
-
-
-def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
-    """Keep a value; all are dropped when new shapes have made too many of them."""
-    if len(table) >= _MAX_REMEMBERED:
-        table.clear()
-    table[key] = value
+    if passes.forgets_overrides(gm):
+        raise _RunInPieces(
+            "the graph has a conditional, a loop or another operator with a body, "
+            "through which Dynamo cannot trace the undoing of overrides"
+        )
 
 
 class _RunInPieces(Exception):  # noqa: N818 - a signal to ourselves
     """A graph that no traced scope can capture: run it with real overrides."""
-
-
-def _current_inputs() -> Mapping[str, Any]:
-    frame = active_frame.get()
-    return {} if frame is None else frame.inputs
 
 
 def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -534,30 +440,6 @@ def _call_function(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     return function(*args, **kwargs)
-
-
-def _own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function with a code object that nothing else has."""
-    assert isinstance(function, types.FunctionType)
-    made = types.FunctionType(
-        function.__code__.replace(co_name=function.__name__),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
-
-
-def _from_events(
-    slot: Slot, events: Sequence[Event], marks: Sequence[tuple[int, int]]
-) -> Any:
-    inner, outer = marks[slot.site]
-    leaves = dict(slot.leaves)
-    event = events[inner if slot.entry else outer]
-    sizes = event.entry_sizes if slot.entry else event.sizes
-    return slot.structure.build(lambda i: event.value(leaves[i]), sizes.__getitem__)
 
 
 def _not_traceable(model: nn.Module, reason: str) -> TraceError:

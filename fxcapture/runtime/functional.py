@@ -20,20 +20,26 @@ import torch
 from torch import nn
 
 from fxcapture import _torch
-from fxcapture.passes.analyses.collect_marks import pair_hooked
-from fxcapture.plan.plan import Match, Plan, Slot, match, reducers_of, resolve
+from fxcapture.plan.match import Match, match, reducers_of
+from fxcapture.plan.plan import Slot, treat
 from fxcapture.plan.records import Captured, Records
-from fxcapture.plan.sites import Site, SiteTable
+from fxcapture.plan.resolve import resolve
+from fxcapture.plan.sites import SiteTable, group_marks, pair_hooked, site_of
+from fxcapture.reductions import bind_inputs
 from fxcapture.spec.tap import CaptureSpec
-from fxcapture.trace.mark import Observation, Target, enter, leave
-from fxcapture.trace.structure import Structure, build_container, encode, parse
+from fxcapture.trace.mark import Mark
+from fxcapture.trace.scope import Step, enter, leave, steps_to
+from fxcapture.trace.structure import encode, parse
+from fxcapture.trace.templates import fill, template
 
 __all__ = ["Function", "collector", "functional"]
 
 #: ``fn(params, buffers, *args, **kwargs) -> Captured``
 Function = Callable[..., Captured]
-#: What is constant of an observation: path, structures, numbers of sizes, hooked.
-_Shape = tuple[str, str, str, int, int, bool]
+#: What is constant of an observation: path, kind, structure, number of sizes.
+_Shape = tuple[str, str, str, int]
+#: An observation: path, kind, structure, tensors, sizes.
+_Kept = tuple[str, str, str, list[torch.Tensor], list[Any]]
 Selection = Sequence[tuple[str, Any]]
 
 
@@ -125,9 +131,9 @@ def _unflatten(leaves: Iterable[Any], context: Any) -> Records | _Blank:
     paths: dict[str, tuple[str, ...]] = {}
     at = 0
     for name, found, text, sizes in context:
-        count, template = _read(text)
+        count, form = _read(text)
         here = rest[at : at + count]
-        values[name] = _fill(template, _getter(here), _getter(sizes))
+        values[name] = fill(form, _getter(here), _getter(sizes))
         paths[name] = found
         at += count
     return Records(values, paths)
@@ -141,7 +147,7 @@ def _getter(values: Sequence[Any]) -> Callable[[int], Any]:
 def _read(text: str) -> tuple[int, Any]:
     """Number of tensors of a written structure, and its template."""
     structure = parse(text)
-    return sum(1 for _ in structure.leaves("tensor")), _template(structure)
+    return sum(1 for _ in structure.leaves("tensor")), template(structure)
 
 
 def collector(
@@ -157,44 +163,55 @@ def collector(
         spec: What to capture.
 
     Returns:
-        ``collect(call, selection=()) -> (output, records)``, where ``call`` calls the
-        model and ``selection`` replaces the spec's positions, in the form that
-        ``canonical_selection`` gives.  It raises ``TargetError``
-        where the spec does not fit what the call called.
+        ``collect(call, selection=(), inputs=None) -> (output, records)``, where
+        ``call`` calls the model, ``selection`` replaces the spec's positions (in the
+        form that ``canonical_selection`` gives), and ``inputs`` are those of
+        reductions, by name.  It raises ``TargetError`` where the spec does not fit what
+        the call called.
     """
     reducers = reducers_of(spec)
     _torch.register_pytree(Records, _flatten, _unflatten)
     _torch.register_pytree(_Blank, lambda b: (b.leaves, b.context), _unflatten)
 
     @_torch.constant
-    def targets() -> tuple[Target, ...]:
-        return match(spec, model).targets
+    def steps(by_dynamo: bool) -> tuple[Step, ...]:
+        return steps_to(match(spec, model).targets, by_dynamo=by_dynamo)
 
     @_torch.constant
     def layout(shapes: Sequence[_Shape], selection: Selection) -> _Layout:
         return _layout(spec, match(spec, model), shapes, selection)
 
     def collect(
-        call: Callable[[], Any], selection: Selection = ()
+        call: Callable[[], Any],
+        selection: Selection = (),
+        inputs: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Records]:
-        seen: list[Observation] = []
+        seen: list[_Kept] = []
 
         def keep(
-            token: Any, result: list[Any], derived: list[Any], *fields: Any
+            token: Any,
+            tensors: list[Any],
+            sizes: list[Any],
+            structure: str,
+            path: str,
+            kind: str,
         ) -> None:
             # The model may write to what it returned, and a reduction may be a view.
-            result = [t.clone() for t in result]
-            derived = [t.clone() for t in derived]
-            seen.append(Observation(token, result, derived, *fields))
+            copies = [t.clone() for t in tensors]
+            seen.append((path, kind, structure, copies, sizes))
 
-        saved = enter(model, targets(), keep, reducers)
+        by_dynamo = torch.compiler.is_dynamo_compiling()
+        saved = enter(
+            model, steps(by_dynamo), keep, bind_inputs(reducers, inputs), True
+        )
         try:
             output = call()
         finally:
             leave(saved)
         values: dict[str, tuple[Any, ...]] = {}
         paths: dict[str, tuple[str, ...]] = {}
-        for name, found, slots in layout(tuple([_shape(o) for o in seen]), selection):
+        shapes = tuple([(p, k, s, len(z)) for p, k, s, _, z in seen])
+        for name, found, slots in layout(shapes, selection):
             values[name] = tuple([_value(slot, seen) for slot in slots])
             paths[name] = found
         return output, Records(values, paths)
@@ -202,111 +219,59 @@ def collector(
     return collect
 
 
-def _shape(o: Observation) -> _Shape:
-    sizes = len(o.sizes), len(o.entry_sizes)
-    return o.path, o.structure, o.entries, *sizes, o.hooked
-
-
-#: A slot as constants that Dynamo can hold: which observation, whether it is an entry,
-#: the leaves as (kind, index, detach, dtype, device) by tensor leaf, and a template.
-_SlotLayout = tuple[int, bool, dict[int, tuple[Any, ...]], Any]
+#: A slot as constants that Dynamo can hold: for each leaf of the template the
+#: observation, its index there, detach, dtype and device; the observation of the sizes;
+#: the template.
+_SlotLayout = tuple[dict[int, tuple[Any, ...]], int, Any]
 _Layout = tuple[tuple[str, tuple[str, ...], tuple[_SlotLayout | None, ...]], ...]
 
 
 def _layout(
     spec: CaptureSpec, bound: Match, shapes: Sequence[_Shape], selection: Selection
 ) -> _Layout:
-    sites, marks = pair_hooked(
+    marks = [
+        Mark(None, (), (None,) * num_sizes, structure, path, kind)
+        for path, kind, structure, num_sizes in shapes
+    ]
+    places = {id(mark): i for i, mark in enumerate(marks)}
+    calls = group_marks(marks)
+    sites, parts = pair_hooked(
         [
-            Site(
-                path=path,
-                structure=structure,
-                entries=entries,
-                sizes=(None,) * num_sizes,
-                entry_sizes=(None,) * num_entry_sizes,
-                class_name=bound.classes.get(path, ""),
-                hooked=hooked,
+            site_of(
+                call,
+                path=call.result.path,
+                class_name=bound.classes.get(call.result.path, ""),
+                type_of=lambda tensor: ((), ""),
+                size_of=lambda size: None,
             )
-            for path, structure, entries, num_sizes, num_entry_sizes, hooked in shapes
+            for call in calls
         ]
     )
-    made: Plan = resolve(spec, bound, SiteTable(sites), selection)
+    plan = resolve(spec, bound, SiteTable(sites), selection)
+
+    def slot_layout(slot: Slot) -> _SlotLayout:
+        inner, outer = parts[slot.site]
+        call = calls[inner if slot.precedes_hooks else outer]
+        place = places[id(call.marks[slot.kind])]
+        leaves = {
+            i: (place, leaf.index, leaf.detach, leaf.dtype, leaf.device)
+            for i, leaf in slot.leaves
+        }
+        return leaves, place, template(slot.structure)
+
     return tuple(
-        (
-            record.name,
-            record.paths,
-            tuple(
-                None if slot is None else _slot_layout(slot, marks)
-                for slot in record.slots
-            ),
-        )
-        for record in made.records
+        (r.name, r.paths, tuple([s and slot_layout(s) for s in r.slots]))
+        for r in plan.records
     )
 
 
-def _slot_layout(slot: Slot, marks: Sequence[tuple[int, int]]) -> _SlotLayout:
-    inner, outer = marks[slot.site]
-    leaves = {
-        i: (leaf.kind, leaf.index, leaf.detach, leaf.dtype, leaf.device)
-        for i, leaf in slot.leaves
-    }
-    index = inner if slot.entry else outer
-    return index, slot.entry, leaves, _template(slot.structure)
-
-
-def _template(structure: Structure) -> tuple[Any, ...]:
-    """A structure as nested tuples of constants."""
-    if structure.kind in ("tensor", "int"):
-        return structure.kind, structure.index
-    if structure.kind == "const":
-        return "const", structure.value
-    parts = tuple(map(_template, structure.children))
-    if structure.cls in (tuple, list):
-        return "tuple" if structure.cls is tuple else "list", parts
-    if structure.cls is dict:
-        return "dict", structure.keys, parts
-    return structure.kind + " class", structure.cls, structure.keys, parts
-
-
-def _fill(
-    template: tuple[Any, ...],
-    tensor: Callable[[int], torch.Tensor],
-    size: Callable[[int], int],
-) -> Any:
-    kind = template[0]
-    if kind == "tensor":
-        return tensor(template[1])
-    if kind == "int":
-        return size(template[1])
-    if kind == "const":
-        return template[1]
-    parts = [_fill(part, tensor, size) for part in template[-1]]
-    if kind == "tuple":
-        return tuple(parts)
-    if kind == "list":
-        return parts
-    if kind == "dict":
-        return dict(zip(template[1], parts, strict=True))
-    return build_container(kind.removesuffix(" class"), template[1], template[2], parts)
-
-
-def _value(slot: _SlotLayout | None, seen: Sequence[Observation]) -> Any:
+def _value(slot: _SlotLayout | None, seen: Sequence[_Kept]) -> Any:
     if slot is None:
         return None
-    index, entry, leaves, template = slot
-    observation = seen[index]
-    sizes = observation.entry_sizes if entry else observation.sizes
+    leaves, sizes_at, form = slot
 
     def tensor(i: int) -> torch.Tensor:
-        kind, place, detach, dtype, device = leaves[i]
-        held = observation.result if kind == "result" else observation.derived
-        value = held[place]
-        if detach:
-            value = value.detach()
-        if dtype is not None and not value.is_floating_point():
-            dtype = None
-        if dtype is None and device is None:
-            return value
-        return value.to(device=device, dtype=dtype)
+        place, index, detach, dtype, device = leaves[i]
+        return treat(seen[place][3][index], detach, dtype, device)
 
-    return _fill(template, tensor, lambda i: sizes[i])
+    return fill(form, tensor, lambda i: seen[sizes_at][4][i])

@@ -22,11 +22,11 @@ from torch.overrides import TorchFunctionMode
 
 from fxcapture import _torch
 from fxcapture.plan.inputs import find_inputs
-from fxcapture.plan.plan import Match, entry_name, match
+from fxcapture.plan.match import Match, entry_name, match
 from fxcapture.plan.records import Captured, Records
 from fxcapture.reductions import Reduction
 from fxcapture.spec.tap import CaptureSpec, Tap
-from fxcapture.trace.mark import describe_forward
+from fxcapture.trace.signature import describe_forward
 
 __all__ = ["copied", "eager_reference", "map_tensors", "snapshot"]
 

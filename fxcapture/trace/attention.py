@@ -36,6 +36,8 @@ __all__ = [
     "WatchFused",
     "attention_weights",
     "call_with_weights",
+    "flex_call",
+    "fused_call",
 ]
 
 
@@ -59,7 +61,7 @@ class FusedCall(NamedTuple):
     enable_gqa: bool
 
 
-def _fused_call(
+def fused_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -82,6 +84,8 @@ class FlexCall(NamedTuple):
         score_mod: ``(score, batch, head, query, key) -> score``, on scalar tensors.
         mask_mod: ``(batch, head, query, key) -> bool``: whether it may read.
         scale: Factor of the scores.
+        score_more: What ``score_mod`` takes behind these.
+        mask_more: What ``mask_mod`` takes behind these.
     """
 
     query: torch.Tensor
@@ -89,19 +93,31 @@ class FlexCall(NamedTuple):
     score_mod: Callable[..., torch.Tensor]
     mask_mod: Callable[..., torch.Tensor]
     scale: float
+    score_more: tuple[Any, ...] = ()
+    mask_more: tuple[Any, ...] = ()
 
 
-def _flex_call(
+def flex_call(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     score_mod: Callable[..., torch.Tensor],
     block_mask: tuple[Any, ...],
     scale: float,
-    *more: Any,
+    kernel_options: Any = None,
+    score_mod_other_buffers: tuple[Any, ...] = (),
+    mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> FlexCall:
     """The operator's signature; a block mask's last part is its function."""
-    return FlexCall(query, key, score_mod, block_mask[-1], scale)
+    return FlexCall(
+        query,
+        key,
+        score_mod,
+        block_mask[-1],
+        scale,
+        tuple(score_mod_other_buffers),
+        tuple(mask_mod_other_buffers),
+    )
 
 
 class WatchFused(TorchFunctionMode):
@@ -126,21 +142,25 @@ class WatchFused(TorchFunctionMode):
         if kwargs is None:
             kwargs = {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            self.calls.append(_fused_call(*args, **kwargs))
+            self.calls.append(fused_call(*args, **kwargs))
         elif func is _FLEX_ATTENTION:
-            self.calls.append(_flex_call(*args, **kwargs))
+            self.calls.append(flex_call(*args, **kwargs))
         return func(*args, **kwargs)
 
 
 _FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 
-def attention_weights(call: FusedCall | FlexCall, wanted: Attention) -> torch.Tensor:
+def attention_weights(
+    call: FusedCall | FlexCall, wanted: Attention, saving: bool | None = None
+) -> torch.Tensor:
     """The weights of one fused call.
 
     Args:
         call: The call.
         wanted: Which heads and queries.
+        saving: Use the operator that needs no memory beside its result;  ``None``:
+            where the trace that this runs in allows it.
 
     Returns:
         A new tensor of shape (batch, wanted heads, wanted queries, keys), in the
@@ -168,7 +188,7 @@ def attention_weights(call: FusedCall | FlexCall, wanted: Attention) -> torch.Te
         causal = _pick(rows, wanted.queries, -2) >= columns
         # Torch allows one of the two only.
         mask = causal if mask is None else _both(mask, causal)
-    if _saves_memory(query, key, mask):
+    if _saves_memory(query, key, mask) if saving is None else saving:
         made: torch.Tensor = ATTENTION_WEIGHTS(query, key, mask, scale)
         return made
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
@@ -216,18 +236,22 @@ def _flex_weights(call: FlexCall, wanted: Attention) -> torch.Tensor:
     scores = scores * call.scale
     positions = (batches, heads, queries, keys)
     with _torch.indexing_by_tensors():
-        scores = _at_each_position(call.score_mod, (0,))(scores, *positions)
-        allowed = _at_each_position(call.mask_mod, ())(*positions)
+        scores = _at_each_position(call.score_mod, (0,), len(call.score_more))(
+            scores, *positions, *call.score_more
+        )
+        allowed = _at_each_position(call.mask_mod, (), len(call.mask_more))(
+            *positions, *call.mask_more
+        )
     return softmax_weights(scores, allowed).to(query.dtype)
 
 
 def _at_each_position(
-    function: Callable[..., torch.Tensor], before: tuple[int, ...]
+    function: Callable[..., torch.Tensor], before: tuple[int, ...], more: int
 ) -> Callable[..., torch.Tensor]:
     """A function of scalar positions, over four dimensions of them."""
     none = (None,) * 4
     for i in (3, 2, 1, 0):
-        in_dims = before + none[:i] + (0,) + none[i + 1 :]
+        in_dims = before + none[:i] + (0,) + none[i + 1 :] + (None,) * more
         function = torch.vmap(function, in_dims=in_dims)
     return function
 

@@ -18,7 +18,7 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture.errors import TraceError
-from fxcapture.trace.mark import has_forward
+from fxcapture.trace.signature import has_forward
 from tests.acceptance.cases import BY_ID, CASES, Case
 from tests.reference import footprint
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from fxcapture import Tap, passes
-from fxcapture.passes.analyses.collect_marks import pair_hooked
-from fxcapture.plan.sites import Site
+from fxcapture.plan.sites import Site, pair_hooked
 from tests.passes.marked import Chain, InCheckpoint, pinned, readable, trace
 
 X = torch.ones(2, 3)

@@ -29,6 +29,7 @@ from fxcapture.inspect.estimate import Estimate
 from fxcapture.passes.base import TapKey
 from fxcapture.plan.plan import Plan, Slot
 from fxcapture.plan.sites import Site
+from fxcapture.trace.mark import RESULT
 
 __all__ = ["Picture", "Row", "Tapped", "draw", "draw_timeline", "picture_of"]
 
@@ -165,7 +166,7 @@ def picture_of(captured: Any) -> Picture | None:
     if not sites:
         return None
     plan: Plan = program.plan_of(sites, captured._fxc_selection)
-    graphs = [g for made in program.compiled for g in made.graphs()]
+    graphs = list(program.graphs())
     sizes = _tap_values(graphs[-1]) if len(graphs) and not program.break_reason else {}
     taps: dict[str, list[Tapped]] = {}
     for record in plan.records:
@@ -211,7 +212,7 @@ def _tapped(
         if isinstance(value, torch.Tensor):
             shape: Sequence[Any] = tuple(value.shape)
             dtype = value.dtype
-        elif leaf.kind == "result" and leaf.index < len(site.shapes):
+        elif leaf.kind == RESULT and leaf.index < len(site.shapes):
             shape = site.shapes[leaf.index]
             dtype = leaf.dtype or getattr(torch, site.dtypes[leaf.index])
         else:

@@ -28,6 +28,7 @@ __all__ = ["allocates", "node_name", "written_args"]
 _ALLOCATES = frozenset(
     {
         "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "add", "addmm", "argmax",
+        "attention_weights_of",
         "avg_pool1d", "avg_pool2d", "baddbmm", "batch_norm", "bmm", "cat", "clone",
         "concat", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
         "cos", "cumsum", "div", "embedding", "empty_like", "eq", "erf", "exp", "ge",
@@ -110,7 +111,9 @@ def is_opaque(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(target, types.FunctionType):
-        return not (target.__module__ or "").startswith(("torch.", "math"))
+        # What this package adds to a graph computes and does nothing else.
+        pure = ("torch.", "math", "fxcapture.")
+        return not (target.__module__ or "").startswith(pure)
     if isinstance(target, types.BuiltinFunctionType):
         return False  # torch's own functions, math, operator, getattr
     return not isinstance(target, (types.MethodDescriptorType, type, types.MethodType,

@@ -9,16 +9,16 @@ from __future__ import annotations
 from torch import fx
 
 from fxcapture.errors import GraphError
-from fxcapture.passes.analyses.collect_marks import observation
+from fxcapture.passes.analyses.collect_marks import mark_of
 from fxcapture.passes.base import bodies, is_mark
 
 __all__ = ["locate_tokens"]
 
 
 def locate_tokens(gm: fx.GraphModule) -> tuple[int | None, ...]:
-    """For each mark, in mark order, the position of the input that is its token.
+    """For each call, in call order, the position of the input that is its token.
 
-    ``None`` for a mark without one.
+    ``None`` for a call without one.
 
     Raises:
         GraphError: a token is no input of the graph.
@@ -41,8 +41,8 @@ def _locate(gm: fx.GraphModule, outer: dict[fx.Node, fx.Node]) -> list[fx.Node |
                 if isinstance(operand, fx.Node) and operand in outer
             }
             found += _locate(body, inner)
-        if is_mark(node):
-            token = observation(node).token
+        if is_mark(node) and mark_of(node).ends:
+            token = mark_of(node).token
             if token is None:
                 found.append(None)
             elif token in outer:

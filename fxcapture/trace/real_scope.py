@@ -1,4 +1,7 @@
-"""Overrides that stand in the instances while a broken run lasts.
+"""The scope around a call: overrides that stand in the instances while it runs.
+
+Where one graph is not the whole run, code that Dynamo compiles in pieces, and code that
+runs eagerly, both find the overrides in the instances.
 
 Terms
     group: targets that are tapped alike, so that one override serves them all and
@@ -7,41 +10,42 @@ Terms
         which module a mark stands for.
     region: a module that is compiled on its own, because the user asks for it
         (``regions=``) or because he had compiled it by itself and targets stand in it.
+    holder: a call in flight, for which the overrides stand.
 
 Invariants
     Overrides are made once and kept, since Dynamo guards on them, and shared by the
-    calls that run at the same time: each call finds its own frame.
-    When the last call ends, the instances are as they were.  Two programs may override
+    calls that run at the same time.  A thread without a call in flight runs, and
+    traces, what the overrides stand for and nothing else.
+    When the last call ends, the instances are as they were.  Two scopes may override
     one module at once and need not leave in the order they came: an override that is
     not on top when its last call ends stays, inactive, until what stands on it goes.
+    An exception may come between any two bytecodes.  Holders that an interrupted call
+    left are told by the Python frame that held them, which does not run any more; the
+    next call drops them, and puts right what was half done.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
+import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
-from typing import Any, final
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import nn
 
 from fxcapture import _torch
-from fxcapture.plan.plan import Match, match
+from fxcapture.reductions import Reducers
 from fxcapture.spec.selector import ModuleTable, Selector
-from fxcapture.spec.tap import CaptureSpec
-from fxcapture.trace.mark import (
-    Asks,
-    Emit,
-    Reducers,
-    Target,
-    find,
-    observe_any,
-)
+from fxcapture.trace.mark import emit
+from fxcapture.trace.observe import Target, find, observed
+from fxcapture.trace.override import Override
 
-__all__ = ["Overrides"]
+__all__ = ["Holder", "RealScope", "hold_by"]
 
 _numbers = itertools.count()
 
@@ -49,19 +53,57 @@ _numbers = itertools.count()
 RunRegion = Callable[..., Any]
 
 
+class Binding(Protocol):
+    """A spec bound to a model's modules, as far as a scope needs it."""
+
+    @property
+    def targets(self) -> Sequence[Target]:
+        """How each matched module is tapped."""
+        ...
+
+    def likeness(self, path: str) -> Hashable:
+        """Equal for modules whose calls give the same kinds of values."""
+        ...
+
+
+class Holder(NamedTuple):
+    """A call in flight, by the thread and the frame that hold the scope."""
+
+    thread: threading.Thread
+    frame: types.FrameType
+
+    @property
+    def runs(self) -> bool:
+        """Whether the call may still be running."""
+        if self.thread is not threading.current_thread():
+            return self.thread.is_alive()
+        frame: types.FrameType | None = sys._getframe()
+        while frame is not None and frame is not self.frame:
+            frame = frame.f_back
+        return frame is not None
+
+
+def hold_by(depth: int = 1) -> Holder:
+    """A holder for the caller, or for the one ``depth`` frames above this function."""
+    return Holder(threading.current_thread(), sys._getframe(depth))
+
+
 @final
-class Overrides:
-    """The overrides of one program; a context manager that may be entered many times.
+class RealScope:
+    """The overrides of one spec in one model.
 
     Args:
         model: The model.
-        spec: What is captured.
-        emit: Receives the observations in a trace.
-        seen: Receives those outside of one.
-        asks: Asked outside of one what is wanted of a call.
+        bind: Binds the spec to the model as it is now.
+        in_flight: Whether the call in flight of this thread is one that the scope
+            serves; asked by overrides, and at trace time.
+        asks: Asked outside of graphs, by a module's token, whether what the module
+            receives has to be copied.
         reducers: Record name to its reduction.
         regions: Modules to compile on their own, besides those that are already.
         run_region: Runs one of them.
+        watched: Compute attention weights in the trace too: a graph may end inside of
+            a call, whose span is then in no graph as a whole.
 
     Attributes:
         bound: The spec bound to the model's modules as they are now.
@@ -75,57 +117,67 @@ class Overrides:
     def __init__(
         self,
         model: nn.Module,
-        spec: CaptureSpec,
-        emit: Emit,
-        seen: Emit,
-        asks: Asks,
+        bind: Callable[[], Any],
+        in_flight: Callable[[], bool],
+        asks: Callable[[torch.Tensor], bool],
         reducers: Reducers,
         regions: Selector | None,
         run_region: RunRegion,
+        watched: bool,
     ) -> None:
         self._model = model
-        self._spec = spec
-        self._emit = emit
-        self._seen = seen
+        self._bind = bind
+        self._in_flight = in_flight
+        self._at_trace = _torch.constant(lambda: in_flight())
         self._asks = asks
         self._reducers = reducers
         self._regions = regions
         self._run_region = run_region
+        self._watched = watched
         self._name = f"_fxcapture_{next(_numbers)}"
-        self._count = 0
-        self._installed: list[_Override] = []
+        self._label = f"forward_in_{type(model).__name__}"
+        self._holders: list[Holder] = []
+        self._installed: list[Override] = []
         self._tree: _Tree | None = None
-        self._made: list[_Override] = []
+        self._made: list[Override] = []
         self._overridden: list[nn.Module] = []
         self._states: list[tuple[bool, bool]] = []
         self._groups: dict[Any, tuple[str, Callable[..., Any]]] = {}
         self._members: dict[str, str] = {}
         self._token_of: dict[str, torch.Tensor] = {}
         self._path_of: dict[int, str] = {}
-        self.bound: Match = match(spec, model)
+        self.bound: Any = bind()
         if regions is not None:
             regions.match(ModuleTable(model))
 
-    def __enter__(self) -> None:
+    def enter(self, holder: Holder) -> None:
+        """Let the overrides stand for a call; its frame is the one that called."""
         with self._lock:
-            self._count += 1
-            if self._count == 1:
+            if self._holders:
+                self._holders = [h for h in self._holders if h.runs]
+            if not self._holders:
+                self._uninstall()  # what an interrupted call has left
                 self._refresh()
+                self._installed = list(self._made)
                 for override in self._made:
                     override.install()
-                self._installed = list(self._made)
+            self._holders.append(holder)
 
-    def __exit__(self, *exc: object) -> None:
+    def leave(self, holder: Holder) -> None:
+        """A call has ended; with the last one, the overrides go."""
         with self._lock:
-            self._count -= 1
-            if self._count == 0:
-                for override in reversed(self._installed):
-                    override.remove()
-                self._installed = []
+            self._holders = [h for h in self._holders if h is not holder]
+            if not self._holders:
+                self._uninstall()
 
-    def path_of_token(self, token: torch.Tensor) -> str:
-        """The path of the module that a token stands for."""
-        return self._path_of[id(token)]
+    def _uninstall(self) -> None:
+        for override in reversed(self._installed):
+            override.remove()
+        self._installed = []
+
+    def path_of_token(self, token: torch.Tensor) -> str | None:
+        """The path of the module that a token stands for; ``None`` if not of ours."""
+        return self._path_of.get(id(token))
 
     def representative(self, group: str) -> str:
         """A member of a group; what is said of it holds for every other."""
@@ -140,8 +192,9 @@ class Overrides:
             and _torch.override_states(self._overridden) == self._states
         ):
             return
-        self._tree = _Tree(self._model)
-        self.bound = match(self._spec, self._model)
+        self._tree = None  # until all that may raise is done
+        tree = _Tree(self._model)
+        self.bound = self._bind()
         # Regions first: a region's own value is read around what was compiled.
         made = dict(self._make_regions())
         for target in self.bound.targets:
@@ -158,8 +211,9 @@ class Overrides:
         self._made = list(made.values())
         self._overridden = list({id(o.module): o.module for o in self._made}.values())
         self._states = _torch.override_states(self._overridden)
+        self._tree = tree
 
-    def _make_regions(self) -> Iterator[tuple[Any, _Override]]:
+    def _make_regions(self) -> Iterator[tuple[Any, Override]]:
         table = ModuleTable(self._model)
         wanted = self._regions.match(table) if self._regions is not None else ()
         targets = [t.path for t in self.bound.targets]
@@ -175,30 +229,34 @@ class Overrides:
             elif asked or (inside and "_orig_mod" in module._modules):
                 yield (id(module), "region"), self._region(module, "forward")
 
-    def _region(self, module: nn.Module, key: str) -> _Override:
+    def _region(self, module: nn.Module, key: str) -> Override:
         original = f"{self._name}_region"
-        run_region = self._run_region
+        run_region, in_flight = self._run_region, self._in_flight
         # A scripted module's table of children has no ``get``.
         inner = module._modules
         wrapped = inner["_orig_mod"] if "_orig_mod" in inner else None  # noqa: SIM401
         in_place = key == "_compiled_call_impl"
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            below: Callable[..., Any]
+            if not _torch.is_traced() and not in_flight():
+                below = getattr(self, original)
+                return below(*args, **kwargs)
             if wrapped is not None:
-                below: Callable[..., Any] = wrapped
+                below = wrapped
             elif in_place:
-                below = self._call_impl
+                below = self._call_impl  # type: ignore[no-untyped-call]
             else:
                 below = getattr(self, original)
             if _torch.is_traced():
                 return below(*args, **kwargs)
             return run_region(type(self), below, *args, **kwargs)
 
-        return _Override(module, key, forward, {original: None})
+        return Override(module, key, forward, {original: None})
 
     def _make(
         self, target: Target, module: nn.Module, runs: RunRegion | None
-    ) -> _Override:
+    ) -> Override:
         name, method = self._group(target, runs)
         self._members.setdefault(name, target.path)
         token = self._token_of.get(target.path)
@@ -207,41 +265,62 @@ class Overrides:
             self._token_of[target.path] = token
             self._path_of[id(token)] = target.path
         own = {f"{self._name}_{target.key}": None, f"{self._name}_token": token}
-        return _Override(module, target.key, method, own)
+        return Override(module, target.key, method, own)
 
     def _group(
         self, target: Target, runs: RunRegion | None
     ) -> tuple[str, Callable[..., Any]]:
-        spec = self._spec
-        records = self.bound.records_of(target.path)
-        kinds = frozenset(
-            (
-                t.output,
-                t.point,
-                t.initial,
-                t.detach,
-                t.dtype,
-                t.device,
-                t.reduce,
-                t.attention,
-            )
-            for t in (spec[r] for r in records)
-        )
-        alike = (target._replace(path="", real_path=()), kinds, runs)
+        likeness = self.bound.likeness(target.path)
+        alike = (target._replace(path="", real_path=()), likeness, runs)
         if alike not in self._groups:
             name = f"#{len(self._groups)}"
-            method = observe_any(
-                f"{self._name}_{target.key}",
-                f"{self._name}_token",
-                target._replace(path=name, real_path=()),
-                self._emit,
-                self._reducers,
-                self._seen,
-                self._asks,
-                runs,
+            self._groups[alike] = (
+                name,
+                self._method(
+                    f"{self._name}_{target.key}",
+                    target._replace(path=name, real_path=()),
+                    runs,
+                ),
             )
-            self._groups[alike] = (name, method)
         return self._groups[alike]
+
+    def _method(
+        self, original: str, target: Target, runs: RunRegion | None
+    ) -> Callable[..., Any]:
+        """An override that serves every module of one group.
+
+        It says nothing of the module it is bound to: what it calls and which module it
+        is, it reads from two attributes of the instance.  So Dynamo compiles a block
+        once and runs that code for each block of its kind; the token is an input of it.
+
+        Args:
+            original: Attribute that holds what the override stands for.
+            target: Its path names the group.
+            runs: Outside of graphs, makes the call.
+        """
+        token = f"{self._name}_token"
+        at_trace, in_flight, asks = self._at_trace, self._in_flight, self._asks
+        reducers, takes = self._reducers, bool(target.entries)
+        watched = self._watched
+
+        def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            inner, own = getattr(self, original), getattr(self, token)
+            if _torch.is_traced():
+                if not at_trace():
+                    return inner(*args, **kwargs)
+                return observed(
+                    inner, args, kwargs, target, own, emit, reducers, watched
+                )
+            if not in_flight():
+                return inner(*args, **kwargs)
+            copies = takes and asks(own)
+            if runs is not None:
+                inner = functools.partial(runs, type(self), inner)
+            return observed(
+                inner, args, kwargs, target, own, emit, reducers, True, copies
+            )
+
+        return forward
 
 
 def _is_below(path: str, parent: str) -> bool:
@@ -278,62 +357,3 @@ class _Tree:
 
 
 _chain: Callable[[Any], Iterator[Any]] = itertools.chain.from_iterable
-
-
-@final
-class _Override:
-    """One override in one instance, and the attributes that its method reads.
-
-    Args:
-        module: The instance.
-        key: Name of the attribute to override.
-        method: A function of the instance; bound here.
-        attributes: What to put beside it; ``None`` stands for what was overridden.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        key: str,
-        method: Callable[..., Any],
-        attributes: dict[str, Any],
-    ) -> None:
-        self.module = module
-        self.key = key
-        self._slot = module.__dict__
-        self._wrapper = types.MethodType(method, module)
-        self._attributes = attributes
-        self._below: tuple[bool, Any] = (False, None)
-        self._wanted = False
-
-    def install(self) -> None:
-        """Put the override on top of what the instance has."""
-        if not self._wanted and _OVERRIDES.get(id(self._wrapper)) is not self:
-            self._below = (self.key in self._slot, self._slot.get(self.key))
-            original = getattr(self.module, self.key)
-            for name, value in self._attributes.items():
-                self._slot[name] = original if value is None else value
-            self._slot[self.key] = self._wrapper
-            _OVERRIDES[id(self._wrapper)] = self
-        self._wanted = True
-
-    def remove(self) -> None:
-        """Take it away, with inactive ones below it; later, if another is on top."""
-        self._wanted = False
-        top: _Override | None = self
-        while top is not None and not top._wanted:
-            if self._slot.get(self.key) is not top._wrapper:
-                return
-            present, value = top._below
-            del _OVERRIDES[id(top._wrapper)]
-            if present:
-                self._slot[self.key] = value
-            else:
-                del self._slot[self.key]
-            for name in top._attributes:
-                self._slot.pop(name, None)
-            top = _OVERRIDES.get(id(value)) if present else None
-
-
-#: The overrides that stand somewhere now, by the identity of their method.
-_OVERRIDES: dict[int, _Override] = {}

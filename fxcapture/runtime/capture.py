@@ -1,0 +1,374 @@
+"""A model with a spec, as far as its calls are not one graph.
+
+It lets the overrides stand while a call runs, takes what they observe, and makes the
+records when the call has ended.  Compiled runs in pieces use it, and calls that nothing
+compiles.
+
+Invariants
+    A record of a call outside of graphs is a copy, taken when the module returned, or
+    the module's own tensor: that where autograd records, nothing has written to it, and
+    the caller got no other way to it.  So gradients at a record are eager's, and a
+    later write never shows.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import gc
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from fxcapture import _torch
+from fxcapture.plan.inputs import defer_reductions
+from fxcapture.plan.match import Match, match, reducers_of
+from fxcapture.plan.plan import Leaf, Plan, Slot
+from fxcapture.plan.records import Records
+from fxcapture.plan.resolve import leaves_of, resolve
+from fxcapture.plan.sites import Site, SiteTable, group_marks, pair_hooked, site_of
+from fxcapture.runtime.call import Call, Observation, call_in_flight
+from fxcapture.spec.selector import Selector
+from fxcapture.spec.tap import CaptureSpec
+from fxcapture.trace.fused_layers import fused_attention
+from fxcapture.trace.mark import Mark, receiver
+from fxcapture.trace.real_scope import Holder, RealScope, RunRegion, hold_by
+
+__all__ = ["Capture", "InFlight"]
+
+_MAX_REMEMBERED = 2048
+#: What a kind of module call is like: its site, the leaves that records may want of it,
+#: the records it is a hit of, and whether it is one by itself.
+_Kind = tuple[Site, tuple[Leaf, ...], tuple[str, ...], bool]
+
+
+@final
+class Capture:
+    """A model, its spec, and the overrides that serve its calls.
+
+    Args:
+        model: The model; not changed but while a call runs.
+        spec: What to capture.
+        regions: Modules to compile one by one.
+        run_region: Runs one of them: (its class, what to call, *args, **kwargs).
+        watched: Compute attention weights in traces too, see ``trace.real_scope``.
+
+    Attributes:
+        model: The model.
+        spec: The spec.
+
+    Raises:
+        TargetError: the spec, or ``regions``, does not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        spec: CaptureSpec,
+        *,
+        regions: Selector | None = None,
+        run_region: RunRegion | None = None,
+        watched: bool = True,
+    ) -> None:
+        self.model = model
+        self.spec = spec
+        self._scope = RealScope(
+            model,
+            lambda: match(spec, model),
+            self.is_in_flight,
+            self._asked,
+            defer_reductions(reducers_of(spec), self._current_inputs),
+            regions,
+            run_region or _run_plainly,
+            watched,
+        )
+        self._kinds: dict[Any, _Kind] = {}
+        self._plans: dict[Any, Any] = {}
+
+    @property
+    def bound(self) -> Match:
+        """The spec bound to the model's modules, as the latest call found them."""
+        return self._scope.bound  # type: ignore[no-any-return]
+
+    def is_in_flight(self) -> bool:
+        """Whether the call in flight of this thread is one of this capture."""
+        call = call_in_flight.get()
+        return call is not None and call.owner is self
+
+    def call(
+        self,
+        selection: tuple[tuple[str, Any], ...] = (),
+        inputs: Mapping[str, Any] | None = None,
+    ) -> InFlight:
+        """A context in which the model's calls in this thread are captured.
+
+        Example::
+
+            with capture.call(selection) as call:
+                output = model(x)
+            records = capture.records(call, output)
+
+        Args:
+            selection: Positions that replace the spec's, in canonical form.
+            inputs: The inputs of reductions, by name.
+        """
+        call = Call(
+            self,
+            selection,
+            whole=False,
+            spec=self.spec,
+            bound=self.bound,
+            inputs=inputs,
+        )
+        return InFlight(self._scope, call)
+
+    # -- while a call runs ---------------------------------------------------------
+
+    def representative(self, path: str) -> str:
+        """A module that a mark's path stands for."""
+        return self._scope.representative(path)
+
+    def path_of_token(self, token: torch.Tensor) -> str:
+        """The path of the module that a token stands for."""
+        path = self._scope.path_of_token(token)
+        assert path is not None
+        return path
+
+    def hits_of(self, bound: Match, site: Site) -> tuple[tuple[str, ...], bool]:
+        """The records that a site is a hit of; whether it is one by itself.
+
+        It is not if forward hooks are still to see the call.
+        """
+        final = site.hooked or not bound.is_hooked(site.path)
+        return bound.records_of(site.path), final
+
+    def join_checkpoint(self, call: Call) -> None:
+        """Run alike when the checkpoint that a call is in computes anew.
+
+        That happens in backward, when the overrides are gone; what it gives then is a
+        repetition and counts for nothing.
+        """
+        if not torch.is_grad_enabled():
+            return
+        equal = call.repeated  # the call itself would keep its values alive
+
+        _torch.while_recomputing(id(equal), lambda: lambda: _Again(self._scope, equal))
+
+    def _asked(self, token: torch.Tensor) -> bool:
+        """Whether to copy what a call outside of graphs received."""
+        call, path = call_in_flight.get(), self._scope.path_of_token(token)
+        if call is None or path is None:
+            return False
+        return call.wants_entry(call.bound.records_of(path))
+
+    def _current_inputs(self) -> Mapping[str, Any]:
+        call = call_in_flight.get()
+        return {} if call is None else call.inputs
+
+    def observe(self, call: Call, marks: Sequence[Mark]) -> None:
+        """Take the marks of one module call that no graph made."""
+        path = self._scope.path_of_token(marks[-1].token)
+        if path is None:
+            return  # of another capture, whose call is not in flight
+        if torch.is_grad_enabled():
+            self.join_checkpoint(call)
+        [parts] = group_marks(marks)
+        bound = call.bound
+        # All that tells kinds of sites apart; the rest follows from it.
+        key = bound, path, tuple([(m.kind, m.structure) for m in marks])
+        found = self._kinds.get(key)
+        if found is None:
+            site = site_of(
+                parts,
+                path=path,
+                class_name=bound.classes.get(path, ""),
+                type_of=lambda tensor: ((), ""),
+                size_of=lambda size: None,
+            )
+            found = site, leaves_of(self.spec, bound, site), *self.hits_of(bound, site)
+            _remember(self._kinds, key, found)
+        site, leaves, records, final = found
+        by_kind = parts.marks
+        observation = Observation(
+            site,
+            {},
+            {kind: tuple(map(int, mark.sizes)) for kind, mark in by_kind.items()},
+            [(t.shape, t.dtype) for t in parts.result.tensors],
+        )
+        call.add(observation, records, final=final)
+        if observation.claims:
+            tensors = {}
+            for leaf in leaves:
+                held = by_kind.get(leaf.kind)
+                if held is None:
+                    continue  # what it received cannot be selected any more
+                value = held.tensors[leaf.index]
+                tensors[leaf] = leaf.snapshot(value)
+                # Autograd recorded it, and it shares no memory with a parameter.
+                if leaf.is_plain and _torch.is_recorded(value):
+                    observation.own[leaf] = value, _torch.version_of(value)
+            observation.tensors = tensors
+
+    # -- when it has ended ---------------------------------------------------------
+
+    def records(self, call: Call, outside: Any = ()) -> Records:
+        """The records of a finished run.
+
+        Args:
+            call: The run; it keeps no value from now on.
+            outside: What the caller holds, and may write to.
+
+        Raises:
+            TargetError: the spec does not fit what the run called.
+            CaptureError: a value cannot be captured.
+        """
+        if any(o.own for o in call.observations):
+            held = _storages_in(outside)
+            for observation in call.observations:
+                observation.own = {
+                    leaf: own
+                    for leaf, own in observation.own.items()
+                    if _torch.storage_id(own[0]) not in held
+                }
+        plan, parts = self._plan_of(call)
+        values = {
+            record.name: tuple(
+                None if slot is None else _read(slot, call.observations, parts)
+                for slot in record.slots
+            )
+            for record in plan.records
+        }
+        call.finish(plan, None)
+        return Records(values, {r.name: r.paths for r in plan.records})
+
+    def _plan_of(self, call: Call) -> tuple[Plan, tuple[tuple[int, int], ...]]:
+        """The plan of a finished broken run, made once for each sequence of sites."""
+        sites = tuple([o.site for o in call.observations])
+        # By identity, since to hash what a site says costs more than all else here; the
+        # sites are kept with the plan, so that no other gets the same.
+        key = call.bound, call.selection, tuple(map(id, sites))
+        found = self._plans.get(key)
+        if found is None:
+            merged, parts = pair_hooked(sites)
+            plan = resolve(self.spec, call.bound, SiteTable(merged), call.selection)
+            found = plan, parts, sites
+            _remember(self._plans, key, found)
+        return found[:2]  # type: ignore[no-any-return]
+
+
+@final
+class _Again:
+    """The time in which a checkpoint computes a call anew.
+
+    Args:
+        scope: The overrides.
+        call: An empty call that equals the one that was computed.
+    """
+
+    def __init__(self, scope: RealScope, call: Call) -> None:
+        self._parts = contextlib.ExitStack()
+        self._layers = fused_attention(not scope.bound.inside_fused, depth=3)
+        self._in_flight = InFlight(scope, call.anew(), depth=3)
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            self._layers.__enter__()
+            stack.push(self._layers.__exit__)
+            self._in_flight.__enter__()
+            stack.push(self._in_flight.__exit__)
+            self._parts = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> None:
+        self._parts.__exit__(*error)
+
+
+@final
+class InFlight:
+    """The time in which a call is the one in flight and its overrides stand.
+
+    Args:
+        scope: The overrides.
+        call: The call.
+        depth: How many frames above ``__enter__`` the one is that holds the scope.
+    """
+
+    def __init__(self, scope: RealScope, call: Call, depth: int = 2) -> None:
+        self._scope = scope
+        self.call = call
+        self._depth = depth
+        self._holder: Holder | None = None
+        self._reset: list[Callable[[], None]] = []
+
+    def __enter__(self) -> Call:
+        try:
+            before = call_in_flight.set(self.call)
+            self._reset.append(lambda: call_in_flight.reset(before))
+            taking = receiver.set(self.call.take)
+            self._reset.append(lambda: receiver.reset(taking))
+            self._holder = hold_by(self._depth)
+            self._scope.enter(self._holder)
+            self.call.bound = self._scope.bound
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self.call
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: types.TracebackType | None,
+    ) -> None:
+        if self._holder is not None:
+            self._scope.leave(self._holder)
+        while self._reset:
+            self._reset.pop()()
+
+
+def _read(
+    slot: Slot, observations: Sequence[Observation], parts: Sequence[tuple[int, int]]
+) -> Any:
+    inner, outer = parts[slot.site]
+    leaves = dict(slot.leaves)
+    observation = observations[inner if slot.precedes_hooks else outer]
+    return slot.structure.build(
+        lambda i: observation.value(leaves[i]),
+        lambda i: observation.size(slot.kind, i),
+    )
+
+
+def _storages_in(value: Any) -> set[int | None]:
+    """The memory of every tensor that can be reached from a value, in any object."""
+    found: set[int | None] = set()
+    seen: set[int] = set()
+    rest = collections.deque([value])
+    while rest:
+        item = rest.popleft()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found.add(_torch.storage_id(item))
+        elif isinstance(item, (tuple, list, dict)) or _is_plain_object(item):
+            rest.extend(gc.get_referents(item))
+    return found
+
+
+def _is_plain_object(item: Any) -> bool:
+    """Whether an object may be a container of the user's own."""
+    skipped = (type, nn.Module, types.ModuleType, types.FunctionType, types.CodeType)
+    return gc.is_tracked(item) and not isinstance(item, skipped)
+
+
+def _run_plainly(kind: type, below: Callable[..., Any], *args: Any, **kw: Any) -> Any:
+    return below(*args, **kw)
+
+
+def _remember(table: dict[Any, Any], key: Any, value: Any) -> None:
+    """Keep a value; all are dropped when new shapes have made too many of them."""
+    if len(table) >= _MAX_REMEMBERED:
+        table.clear()
+    table[key] = value
