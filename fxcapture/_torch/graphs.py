@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fxcapture._torch.fakes import is_fake
 from fxcapture._torch.pytrees import output_spec_with, unflatten
 
 __all__ = [
@@ -52,8 +53,9 @@ def graph_module_like(gm: fx.GraphModule, graph: fx.Graph) -> fx.GraphModule:
 
 def fake_mode_of_values(values: Sequence[Any]) -> Any:
     """The fake tensor mode that values were traced under, as a context."""
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    return torch._guards.detect_fake_mode(tensors) or contextlib.nullcontext()
+    # Not torch's own way to find it, which in a backend gives the compiler's mode.
+    modes = (v.fake_mode for v in values if is_fake(v))
+    return next(modes, contextlib.nullcontext())
 
 
 def fake_mode_of(graph: fx.Graph) -> Any:

@@ -174,6 +174,8 @@ def named_leaves_of(
         for entry in (False, True):
             if entry and (not takes_entry(tap) or site.hooked):
                 continue  # behind hooks stands the result alone
+            if entry and tap.attention is None and not site.arguments.children:
+                continue  # not copied, since no record can select it
             if not entry and (tap.point == "input" or tap.attention is not None):
                 continue
             try:
