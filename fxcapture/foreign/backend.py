@@ -32,6 +32,7 @@ from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import resolve
 from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.mark import MARK
+
 Observation = None
 
 __all__ = ["Recording", "backend", "dynamo_backend", "recording"]

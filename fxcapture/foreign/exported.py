@@ -33,6 +33,7 @@ from fxcapture.plan.match import Match, reducers_of
 from fxcapture.reductions import Reduction
 from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.mark import MARK
+
 Observation = None
 from fxcapture.trace.signature import describe_forward
 from fxcapture.trace.structure import encode

@@ -101,12 +101,10 @@ def _reduction(
         UnsupportedOutputError: it made nothing that a record can hold.
     """
     value = site.value(kind)
-    if value is None and not any(element.leaves("tensor")):
-        return element  # nothing to reduce: the element holds no tensor
     made = None if value is None else parse(value.structure)
-    if made is None or made.opaque() or next(made.leaves("tensor"), None) is None:
-        if made is not None and next(element.leaves("tensor"), None) is None:
-            return made
+    if not _holds_tensor(element):
+        return element if made is None else made  # there was nothing to reduce
+    if made is None or made.opaque() or not _holds_tensor(made):
         shown = "nothing" if made is None else made.describe()
         raise UnsupportedOutputError(
             f"record {name!r}: reduce={tap.reduce!r} made {shown} of the value of "
@@ -115,6 +113,10 @@ def _reduction(
             remedy="return a tensor from it, or drop reduce=",
         )
     return made
+
+
+def _holds_tensor(structure: Structure) -> bool:
+    return next(structure.leaves("tensor"), None) is not None
 
 
 def _weights(site: Site, name: str) -> Structure:
