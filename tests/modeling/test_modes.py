@@ -17,7 +17,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from fxcapture.modeling.decorators import capture_outputs, dispatch
+from fxcapture.modeling import dispatch
+from fxcapture.modeling.decorators import capture_outputs
 from tests.modeling.toys import (
     DIM,
     LAYERS,
