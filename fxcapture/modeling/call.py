@@ -2,7 +2,7 @@
 
 Terms
     decorated call: one call of a method under ``capture_outputs``.
-    request: what a flag asks for, see :mod:`fxcapture.modeling.flags`.
+    request: what a flag asks for, see :mod:`fxcapture.spec.flags`.
 
 Invariants
     Everything is scoped to the call; nothing stays on the model.
@@ -22,14 +22,20 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
-from fxcapture._torch.dynamo_for_decorators import outside_dynamo, untraced
-from fxcapture.modeling import collect, dispatch, patching
+from fxcapture import _torch
+from fxcapture._torch.code import own_code
+from fxcapture._torch.dynamo_for_decorators import (
+    begin_nested,
+    end_nested,
+    outside_dynamo,
+    untraced,
+)
+from fxcapture.modeling import collect, dispatch
 from fxcapture.modeling.collect import Collector, Store
-from fxcapture.modeling.flags import Request, flag_name, request, spell
+from fxcapture.spec.flags import Request, flag_name, request, spell
 from fxcapture.modeling.resolve import (
     StorePlan,
     bind,
-    declared_names,
     end_trace,
     trace_constants,
     warn_count,
@@ -112,7 +118,6 @@ def decorated(
         captures: Whether it also collects what its model declares.
     """
 
-    @functools.wraps(function)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
         own = kwargs.pop("return_dict", None)
@@ -123,34 +128,39 @@ def decorated(
                 value = kwargs.pop(name)
                 if args[place] is None:
                     args = (*args[:place], value, *args[place + 1 :])
-        tracing = torch.compiler.is_dynamo_compiling()
         wanted: dict[str, Request] = {}
         if captures:
-            if tracing:
-                names = declared_names(self, patching.generation)
-            else:
-                names = tuple(declaration(self))
-            for name in names:
+            for name in declaration(self):
                 asked = _requested(name, method, config, args, kwargs)
                 if asked is not False:
                     wanted[name] = asked
         call = _Call(function, self, args, kwargs)
-        if tracing:
-            outputs, records = _call_traced(call, wanted)
+        if torch.compiler.is_dynamo_compiling():
+            nested, outputs, records = _call_traced(call, wanted, captures)
         else:
-            if own is None and _inside.get():
-                return_dict = None
-            if not wanted and not (captures and dispatch.is_collecting()):
-                outputs, records = _call_plain(call), None
-            else:
-                outputs, records = _call_eager(call, wanted)
+            nested, outputs, records = _call_eager(call, wanted, captures)
         if records:
             outputs = _inject(self, config, method, outputs, records)
-        return to_tuple(outputs) if return_dict is False else outputs
+        if return_dict is False and not (nested and own is None):
+            return to_tuple(outputs)
+        return outputs
 
+    made = named_after(function, wrapper)
     if captures:
-        setattr(wrapper, CAPTURES, method)
-    return wrapper
+        setattr(made, CAPTURES, method)
+    return made
+
+
+def named_after(
+    function: Callable[..., Any], wrapper: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``wrapper``, with a code object of its own and the names of ``function``.
+
+    Dynamo guards on the function in its closure: with one code object for all, each
+    decorated class would use up the recompile limit of every other.
+    """
+    made = own_code(wrapper, f"{function.__module__}.{function.__qualname__}")
+    return functools.update_wrapper(made, function)
 
 
 def _requested(
@@ -191,36 +201,27 @@ class _Call(NamedTuple):
 
 
 @untraced
-def _call_plain(call: _Call) -> Any:
-    function, model, args, kwargs = call
-    outer = _inside.set(True)
-    try:
-        return function(model, *args, **kwargs)
-    finally:
-        _inside.reset(outer)
-
-
-@untraced
 def _call_eager(
-    call: _Call, wanted: dict[str, Request]
-) -> tuple[Any, dict[str, list[Any]]]:
+    call: _Call, wanted: dict[str, Request], captures: bool
+) -> tuple[bool, Any, dict[str, list[Any]]]:
+    """Whether it stands in another decorated call, what it returned, its records."""
     function, model, args, kwargs = call
-    collector = None
+    collector = leave = None
     outer = _inside.set(True)
     try:
         if wanted:
             collector, leave = outside_dynamo(_begin_collecting, model, wanted)
-        else:
+        elif captures and dispatch.is_collecting():
             leave = dispatch.silence()
         try:
             outputs = function(model, *args, **kwargs)
         finally:
-            outside_dynamo(leave)
+            if leave is not None:
+                outside_dynamo(leave)
     finally:
         _inside.reset(outer)
-    if collector is None:
-        return outputs, {}
-    return outputs, outside_dynamo(_settle, model, collector)
+    records = {} if collector is None else outside_dynamo(_settle, model, collector)
+    return outer.old_value is True, outputs, records
 
 
 def _begin_collecting(
@@ -233,15 +234,26 @@ def _begin_collecting(
 
 @untraced
 def _call_traced(
-    call: _Call, wanted: dict[str, Request]
-) -> tuple[Any, dict[str, list[Any]]]:
+    call: _Call, wanted: dict[str, Request], captures: bool
+) -> tuple[bool, Any, dict[str, list[Any]]]:
     """The same under Dynamo, in its plainest Python."""
-    if torch.compiler.is_dynamo_compiling():
-        return _collect_traced(call, wanted)
-    # Dynamo met a graph break in here, gave up on this call, and runs it as it is.
-    if not wanted and not dispatch.is_collecting():
-        return _call_plain(call), {}
-    return _call_eager(call, wanted)
+    if not torch.compiler.is_dynamo_compiling():
+        # It met a graph break in here, gave up on this call, and runs it as it is.
+        return _call_eager(call, wanted, captures)
+    function, model, args, kwargs = call
+    nested = _begin_traced()
+    try:
+        if wanted:
+            outputs, records = _collect_traced(call, wanted)
+        else:
+            outputs, records = function(model, *args, **kwargs), {}
+    finally:
+        _end_traced()
+    return nested, outputs, records
+
+
+_begin_traced = _torch.constant(begin_nested)
+_end_traced = _torch.constant(end_nested)
 
 
 def _collect_traced(  # traced, never executed
@@ -250,14 +262,14 @@ def _collect_traced(  # traced, never executed
     function, model, args, kwargs = call
     names = tuple(wanted)
     asked = tuple([wanted[n] for n in names])
-    stores, seats = trace_constants(model, names, asked, patching.generation)
+    stores, seats = trace_constants(names, asked)
     collector = _collector(stores)
     saved = collect.enter_traced(model, seats, collector)
     try:
         outputs = function(model, *args, **kwargs)
     finally:
         collect.leave_traced(saved)
-        end_trace(model, names)
+        end_trace()
     return outputs, _settle(model, collector)
 
 
@@ -277,7 +289,7 @@ def _settle(model: nn.Module, collector: Collector) -> dict[str, list[Any]]:
     for name, store in collector.stores.items():
         # A record of a part that did not run, such as cross-attention, counts nothing.
         if store.late and len(store.entries) not in (0, store.expected):
-            warn_count(model, name, len(store.entries), store.expected)
+            warn_count(type(model), name, len(store.entries), store.expected)
         entries = store.settle()
         # An attention kernel that returns no weights gives an empty record, as in
         # transformers; where some entries have a value, each keeps its position.

@@ -19,19 +19,17 @@ from torch import nn
 
 from fxcapture._torch import constant
 from fxcapture._torch.dynamo_for_decorators import (
-    allow_collection_in_checkpoints,
-    begin_tracing,
+    begin_collection,
     end_collection,
+    local_of_trace,
 )
 from fxcapture.modeling.collect import trace_plan
-from fxcapture.modeling.dispatch import make_way_for_tracing
-from fxcapture.modeling.flags import Request
+from fxcapture.spec.flags import Request
 from fxcapture.spec.declaration import Found, declaration, find, recorders
 
 __all__ = [
     "StorePlan",
     "bind",
-    "declared_names",
     "end_trace",
     "layer_count",
     "trace_constants",
@@ -44,33 +42,21 @@ StorePlan = tuple[str, "tuple[int, ...] | None", tuple[int, ...], int]
 
 
 @constant
-def declared_names(model: nn.Module, generation: str) -> tuple[str, ...]:
-    """Names of the records that ``model`` declares."""
-    begin_tracing()
-    make_way_for_tracing(model)
-    return tuple(declaration(model))
-
-
-@constant
 def trace_constants(
-    model: nn.Module,
-    names: tuple[str, ...],
-    asked: tuple[Request, ...],
-    generation: str,
+    names: tuple[str, ...], asked: tuple[Request, ...]
 ) -> tuple[Any, ...]:
     """Stores and seats of a trace; whoever calls it calls ``end_trace`` too."""
+    model = local_of_trace("model")
     found, stores = bind(model, dict(zip(names, asked, strict=True)))
     _count_selection(model, names, asked)
-    if names:
-        allow_collection_in_checkpoints()
+    begin_collection()
     return stores, trace_plan(found, model)
 
 
 @constant
-def end_trace(model: nn.Module, names: tuple[str, ...]) -> None:
+def end_trace() -> None:
     """Take back what ``trace_constants`` changed."""
-    if names:
-        end_collection()
+    end_collection()
 
 
 def bind(
@@ -162,11 +148,11 @@ def _warn_once(key: tuple[Any, ...], text: str) -> None:
 
 
 @constant
-def warn_count(model: nn.Module, name: str, actual: int, expected: int) -> None:
+def warn_count(cls: type, name: str, actual: int, expected: int) -> None:
     """Say once that the config and the run disagree on the number of entries."""
     _warn_once(
-        ("count", type(model), name),
-        f"{type(model).__name__}: its config gives {expected} {name}, the run gave "
+        ("count", cls, name),
+        f"{cls.__name__}: its config gives {expected} {name}, the run gave "
         f"{actual}; negative indices were counted from the end of what ran. To silence "
         "this, correct the config's layer count or name the right attribute with "
         "OutputRecorder(..., num_hidden_layers_key=)",
