@@ -23,23 +23,12 @@ import torch
 from torch import nn
 
 from fxcapture import _torch
-from fxcapture._torch.code import own_code
-from fxcapture._torch.dynamo_for_decorators import (
-    begin_nested,
-    end_nested,
-    outside_dynamo,
-    untraced,
-)
-from fxcapture.modeling import collect, dispatch
-from fxcapture.modeling.collect import Collector, Store
-from fxcapture.spec.flags import Request, flag_name, request, spell
-from fxcapture.modeling.resolve import (
-    StorePlan,
-    bind,
-    end_trace,
-    trace_constants,
-    warn_count,
-)
+from fxcapture._torch.dynamo_for_decorators import outside_dynamo, untraced
+from fxcapture.modeling.captures import declared
+from fxcapture.modeling.positions import positions_of, warn_count
+from fxcapture.modeling.trace import begin, collect, end, goes_by
+from fxcapture.plan.resolve import canonical_selection
+from fxcapture.runtime.call import eager_call_in_flight
 from fxcapture.runtime.model_outputs import (
     get_field,
     has_field,
@@ -47,6 +36,8 @@ from fxcapture.runtime.model_outputs import (
     to_tuple,
 )
 from fxcapture.spec.declaration import CAPTURES, declaration
+from fxcapture.spec.flags import Request, flag_name, request, spell
+from fxcapture.trace.fused_layers import fused_attention
 
 __all__ = ["CONFIG_DEFAULTS", "Method", "decorated"]
 
@@ -159,7 +150,7 @@ def named_after(
     Dynamo guards on the function in its closure: with one code object for all, each
     decorated class would use up the recompile limit of every other.
     """
-    made = own_code(wrapper, f"{function.__module__}.{function.__qualname__}")
+    made = _torch.own_code(wrapper, f"{function.__module__}.{function.__qualname__}")
     return functools.update_wrapper(made, function)
 
 
@@ -200,102 +191,83 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
+#: Record name to its entries.
+Entries = dict[str, list[Any]]
+
+
 @untraced
 def _call_eager(
     call: _Call, wanted: dict[str, Request], captures: bool
-) -> tuple[bool, Any, dict[str, list[Any]]]:
+) -> tuple[bool, Any, Entries]:
     """Whether it stands in another decorated call, what it returned, its records."""
     function, model, args, kwargs = call
-    collector = leave = None
+    records: Entries = {}
     outer = _inside.set(True)
     try:
         if wanted:
-            collector, leave = outside_dynamo(_begin_collecting, model, wanted)
-        elif captures and dispatch.is_collecting():
-            leave = dispatch.silence()
-        try:
+            # Run as it is also where Dynamo has met a graph break in it: what it would
+            # compile piece by piece could not be seen.
+            outputs, records = outside_dynamo(_capture, call, wanted)
+        elif captures and eager_call_in_flight.get() is not None:
+            hidden = eager_call_in_flight.set(None)
+            try:
+                outputs = function(model, *args, **kwargs)
+            finally:
+                eager_call_in_flight.reset(hidden)
+        else:
             outputs = function(model, *args, **kwargs)
-        finally:
-            if leave is not None:
-                outside_dynamo(leave)
     finally:
         _inside.reset(outer)
-    records = {} if collector is None else outside_dynamo(_settle, model, collector)
     return outer.old_value is True, outputs, records
 
 
-def _begin_collecting(
-    model: nn.Module, wanted: dict[str, Request]
-) -> tuple[Collector, Callable[[], None]]:
-    found, stores = bind(model, wanted)
-    collector = _collector(stores)
-    return collector, dispatch.collect_from(collector, found)
+def _capture(call: _Call, wanted: dict[str, Request]) -> tuple[Any, Entries]:
+    function, model, args, kwargs = call
+    found = declared(model, tuple(wanted))
+    capture = found.capture
+    positions, promised = positions_of(model, found.spec, wanted)
+    selection = canonical_selection(found.spec, positions)
+    with (
+        fused_attention(not capture.bound.inside_fused),
+        capture.call(selection) as running,
+    ):
+        outputs = function(model, *args, **kwargs)
+    values = capture.records(running)
+    records = {name: list(values.get(name, ())) for name in wanted}
+    _compare(type(model), records, promised)
+    return outputs, records
 
 
 @untraced
 def _call_traced(
     call: _Call, wanted: dict[str, Request], captures: bool
-) -> tuple[bool, Any, dict[str, list[Any]]]:
+) -> tuple[bool, Any, Entries]:
     """The same under Dynamo, in its plainest Python."""
     if not torch.compiler.is_dynamo_compiling():
         # It met a graph break in here, gave up on this call, and runs it as it is.
         return _call_eager(call, wanted, captures)
     function, model, args, kwargs = call
-    nested = _begin_traced()
+    nested = begin()
     try:
         if wanted:
-            outputs, records = _collect_traced(call, wanted)
+            run = functools.partial(function, model, *args, **kwargs)
+            outputs, records, promised = collect(model, wanted, run)
+            _compare(type(model), records, promised)
         else:
-            outputs, records = function(model, *args, **kwargs), {}
+            records = {}
+            with goes_by(captures):
+                outputs = function(model, *args, **kwargs)
     finally:
-        _end_traced()
+        end()
     return nested, outputs, records
 
 
-_begin_traced = _torch.constant(begin_nested)
-_end_traced = _torch.constant(end_nested)
-
-
-def _collect_traced(  # traced, never executed
-    call: _Call, wanted: dict[str, Request]
-) -> tuple[Any, dict[str, list[Any]]]:
-    function, model, args, kwargs = call
-    names = tuple(wanted)
-    asked = tuple([wanted[n] for n in names])
-    stores, seats = trace_constants(names, asked)
-    collector = _collector(stores)
-    saved = collect.enter_traced(model, seats, collector)
-    try:
-        outputs = function(model, *args, **kwargs)
-    finally:
-        collect.leave_traced(saved)
-        end_trace()
-    return outputs, _settle(model, collector)
-
-
-def _collector(stores: tuple[StorePlan, ...]) -> Collector:
-    collector = Collector()
-    for name, positions, late, expected in stores:
-        collector.stores[name] = Store(
-            None if positions is None else frozenset(positions),
-            frozenset(late),
-            expected,
-        )
-    return collector
-
-
-def _settle(model: nn.Module, collector: Collector) -> dict[str, list[Any]]:
-    records = {}
-    for name, store in collector.stores.items():
+def _compare(cls: type, records: Entries, promised: dict[str, int]) -> None:
+    """Warn where the config has promised another number of entries."""
+    for name, expected in promised.items():
         # A record of a part that did not run, such as cross-attention, counts nothing.
-        if store.late and len(store.entries) not in (0, store.expected):
-            warn_count(type(model), name, len(store.entries), store.expected)
-        entries = store.settle()
-        # An attention kernel that returns no weights gives an empty record, as in
-        # transformers; where some entries have a value, each keeps its position.
-        keeps = name == "hidden_states" or store.any_value
-        records[name] = entries if keeps else []
-    return records
+        if len(records[name]) not in (0, expected):
+            warn_count(cls, name, len(records[name]), expected)
 
 
 def _inject(

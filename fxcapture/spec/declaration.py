@@ -32,6 +32,7 @@ __all__ = [
     "find",
     "holds_weights",
     "is_decorated",
+    "kernels_of",
     "recorders",
 ]
 
@@ -111,7 +112,8 @@ class _Member(NamedTuple):
 
 
 class _Scope(NamedTuple):
-    path: tuple[str, ...]
+    owner: nn.Module
+    way: tuple[str, ...]
     declared: Mapping[str, Any]
     members: list[_Member]
 
@@ -194,14 +196,15 @@ def find(model: nn.Module, records: Sequence[str]) -> list[Found]:
     return found
 
 
-def declaring(model: nn.Module) -> list[tuple[str, ...]]:
-    """The ways, name by name, to the model and each sub-model that declares records."""
-    return [scope.path for scope in _scopes(model)]
+def declaring(model: nn.Module) -> dict[tuple[str, ...], nn.Module]:
+    """The model and each sub-model that declares records, by the names that lead there.
+    """
+    return {scope.way: scope.owner for scope in _scopes(model)}
 
 
 def _scopes(model: nn.Module) -> list[_Scope]:
     """Every scope of the tree, the model's own first; the root is a member of none."""
-    scopes = [_Scope((), declaration(model), [])]
+    scopes = [_Scope(model, (), declaration(model), [])]
     seen = {id(model)}
 
     def walk(parent: _Member, steps: tuple[str, ...], scope: _Scope) -> None:
@@ -216,7 +219,7 @@ def _scopes(model: nn.Module) -> list[_Scope]:
             member = parent._replace(module=child, path=path)
             inner = scope
             if _declares(child):
-                inner = _Scope(below, declaration(child), [])
+                inner = _Scope(child, below, declaration(child), [])
                 scopes.append(inner)
             inner.members.append(member)
             own = _declares(child) and is_decorated(type(child).forward)
@@ -272,9 +275,35 @@ def holds_weights(record: str) -> bool:
 
 def _is_fused(module: nn.Module) -> bool:
     """Whether a module in transformers' way has chosen a fused attention kernel."""
-    configs = (getattr(m, "config", None) for m in module.modules())
-    chosen = {getattr(config, "_attn_implementation", None) for config in configs}
-    return not chosen.isdisjoint(("sdpa", "flex_attention"))
+    return not kernels_of(module).chosen.isdisjoint(("sdpa", "flex_attention"))
+
+
+class Kernels(NamedTuple):
+    """Attention kernels that modules in transformers' way have chosen.
+
+    Attributes:
+        configs: The modules' configs, each once.
+        chosen: What they name.
+    """
+
+    configs: list[Any]
+    chosen: frozenset[Any]
+
+    def are_same(self) -> bool:
+        """Whether the configs name what they named."""
+        return self.chosen == _chosen(self.configs)
+
+
+def kernels_of(model: nn.Module) -> Kernels:
+    """The kernels that the configs of a model's modules name."""
+    # From the instances: nn.Module builds an error text for each name that it lacks.
+    configs = {id(c): c for m in model.modules() if (c := vars(m).get("config"))}
+    found = list(configs.values())
+    return Kernels(found, _chosen(found))
+
+
+def _chosen(configs: Sequence[Any]) -> frozenset[Any]:
+    return frozenset(getattr(c, "_attn_implementation", None) for c in configs)
 
 
 def sub_models(model: nn.Module) -> list[tuple[str, nn.Module]]:

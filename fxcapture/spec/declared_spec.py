@@ -98,10 +98,14 @@ def record_spec(model: nn.Module, records: Iterable[str]) -> CaptureSpec:
             initial = [p for p, f in found.items() if any(t.initial for t in f.tasks)]
             taps[record] = Tap(
                 list(found),
-                output=Recorded(
-                    tuple((p, tuple(t.element for t in f.tasks)) for p, f in found.items()),
-                    frozenset(initial),
-                    frozenset(p for p, f in found.items() if f.fused),
+                recorded=Recorded(
+                    elements=tuple(
+                        (path, tuple(task.element for task in f.tasks))
+                        for path, f in found.items()
+                    ),
+                    initial=frozenset(initial),
+                    keeps=record == "hidden_states",
+                    fused=frozenset(path for path, f in found.items() if f.fused),
                 ),
                 initial=bool(initial),
                 attention=Attention() if holds_weights(record) else None,

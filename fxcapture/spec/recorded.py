@@ -24,6 +24,7 @@ class Recorded:
         elements: Path to the elements that a call of the module gives entries of, in
             their order.
         initial: Paths at which the initial state is taken, if the first call is of one.
+        keeps: Where every entry is ``None``, they still stand in the record.
         fused: Paths of attention modules in transformers' way whose kernel returns no
             weights: they are not handed the flag that asks for them, which the kernel
             only warns of, in a way that Dynamo does not trace.
@@ -31,6 +32,7 @@ class Recorded:
 
     elements: tuple[tuple[str, tuple[int, ...]], ...]
     initial: frozenset[str]
+    keeps: bool
     fused: frozenset[str]
 
     @functools.cached_property

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from fxcapture import _torch
-from fxcapture.trace.mark import receiver
+from fxcapture._torch.dynamo_for_decorators import end_piece
 from fxcapture.trace.observe import Target, observed
 from fxcapture.trace.override import Override
 from fxcapture.trace.real_scope import Holder
@@ -62,24 +62,22 @@ class EagerScope:
     Args:
         model: The model; not kept alive.
         bound: The spec bound to the model's modules, with ``forward`` as every key.
-        in_flight: Whether the call in flight of this thread is one that the scope
-            serves.
-        asks: By a module's token, which of two kinds of values a record may still
-            select of a call that begins now: what it receives, attention weights.
+        current: The call in flight of this thread.
+        owner: What owns the calls that the scope serves.
     """
 
     def __init__(
         self,
         model: nn.Module,
         bound: Any,
-        in_flight: Callable[[], bool],
-        asks: Callable[[torch.Tensor], tuple[bool, bool]],
+        current: Callable[[], Any],
+        owner: Any,
     ) -> None:
         self.bound = bound
         self._model = weakref.ref(model)
-        self._in_flight = in_flight
-        self._at_trace = _torch.constant(lambda: in_flight())
-        self._asks = asks
+        self._current = current
+        self._owner = weakref.ref(owner)
+        self._at_trace = _torch.constant(lambda: self._call() is not None)
         self._holders: list[Holder] = []
         self._installed: list[Override] = []
         self._direct: list[Override] = []
@@ -159,11 +157,11 @@ class EagerScope:
         in_place = _torch.is_compiled_in_place(block)
         wrapped = None if in_place else block._modules["_orig_mod"]
         key = "_compiled_call_impl" if in_place else "_call_impl"
-        in_flight = self._in_flight
+        current = self._call
         below: list[Any] = []
 
         def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if not in_flight():
+            if current() is None:
                 return below[0](*args, **kwargs)
             inner = self._call_impl if wrapped is None else wrapped
             return inner(*args, **kwargs)
@@ -173,9 +171,12 @@ class EagerScope:
     def _calling(self, target: Target, module: nn.Module, key: str) -> Override:
         """The override of what a module is called through."""
         expected, observe = self._expected, self._observing(target)
+        is_hidden = self._is_hidden
         below: list[Any] = []
 
         def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and is_hidden():
+                return below[0](*args, **kwargs)
             # Its forward is about to be called, and is not to be taken twice.
             awaited = expected()
             number = len(awaited)
@@ -190,16 +191,12 @@ class EagerScope:
     def _directly(self, target: Target, module: nn.Module) -> Override:
         """The override of ``forward``, for calls that go to it directly."""
         expected, observe = self._expected, self._observing(target)
-        at_trace = self._at_trace
+        is_hidden = self._is_hidden
         below: list[Any] = []
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_dynamo_compiling():
-                if not at_trace():
-                    return below[0](*args, **kwargs)
-                # Code that the model has compiled for itself, and that is traced in
-                # this call: the graph ends here, and the rest runs as it is.
-                _torch.end_graph()
+            if torch.compiler.is_dynamo_compiling() and is_hidden():
+                return below[0](*args, **kwargs)
             awaited = expected()
             if awaited and awaited[-1] is self:
                 awaited[-1] = None
@@ -208,6 +205,17 @@ class EagerScope:
 
         return Override(module, "forward", forward, {}, types.MethodType, below)
 
+    def _is_hidden(self) -> bool:
+        """In a trace: whether it is to go by; if not, the graph ends here.
+
+        Another thread traces what the model is made of; or it is code that the model
+        has compiled for itself, traced in this call, of which the rest runs as it is.
+        """
+        if not self._at_trace():
+            return True
+        end_piece()
+        return False
+
     def _expected(self) -> list[Any]:
         """The modules of this thread that are called and whose forward is not yet."""
         found: list[Any] | None = getattr(self._local, "awaited", None)
@@ -215,26 +223,30 @@ class EagerScope:
             found = self._local.awaited = []
         return found
 
+    def _call(self) -> Any:
+        """This thread's call in flight, if it is one that the scope serves."""
+        call = self._current()
+        return call if call is not None and call.owner is self._owner() else None
+
     def _observing(self, target: Target) -> Callable[..., Any]:
-        in_flight, asks, token = self._in_flight, self._asks, self._tokens[target.path]
-        plain = target.is_plain
+        current, token, plain = self._call, self._tokens[target.path], target.is_plain
+        records = self.bound.records_of(target.path)
 
         def observe(below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            if not in_flight():
+            call = current()
+            if call is None:
                 return below(*args, **kwargs)
-            copies, watched = (False, False) if plain else asks(token)
+            watched = copies = originals = False
+            if not plain:
+                copies = call.wants_entry(records)
+                originals = copies and torch.is_grad_enabled()
+                watched = bool(target.attention) and call.wants_hit(records)
+            take = call.take
             return observed(
-                below, args, kwargs, target, token, _deliver, {}, watched, copies
+                below, args, kwargs, target, token, take, {}, watched, copies, originals
             )
 
         return observe
-
-
-def _deliver(*fields: Any) -> None:
-    """Hand a mark to the call in flight; also where something traces the call."""
-    take = receiver.get()
-    if take is not None:
-        take(*fields)
 
 
 def _way(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
