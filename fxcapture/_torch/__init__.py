@@ -17,7 +17,7 @@ from fxcapture._torch.compilers import (
     reuses_outputs,
     without_disable,
 )
-from fxcapture._torch.dynamo import constant, is_traced, no_tracing, own_code
+from fxcapture._torch.dynamo import constant, is_traced, own_code, recompile_limit
 from fxcapture._torch.fakes import fake_mode, is_fake, no_data_errors
 from fxcapture._torch.graphs import (
     copy_node_source,
@@ -35,6 +35,7 @@ from fxcapture._torch.modules import (
     has_forward_hooks,
     has_forward_pre_hooks,
     is_compiled_in_place,
+    out_of_sight,
     override_states,
     unwrap_optimized,
 )
@@ -90,13 +91,14 @@ __all__ = [
     "make_aten_graph",
     "map_nodes",
     "no_data_errors",
-    "no_tracing",
+    "out_of_sight",
     "output_paths",
     "output_spec_with",
     "override_states",
     "own_code",
     "own_pytree_output",
     "plain_spec",
+    "recompile_limit",
     "register_pytree",
     "rename_node",
     "resolve_backend",

@@ -5,15 +5,13 @@ Tested on torch 2.13.0 and 2.14.1.
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["constant", "is_traced", "no_tracing", "own_code"]
+__all__ = ["constant", "is_traced", "own_code", "recompile_limit"]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -61,10 +59,9 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
-def no_tracing() -> contextlib.AbstractContextManager[Any]:
-    """While it is held, no other thread traces anything; this one may."""
-    module = sys.modules.get("torch._dynamo.convert_frame")
-    return contextlib.nullcontext() if module is None else module.compile_lock
+def recompile_limit() -> int:
+    """How often Dynamo compiles a function again, as the user has set it."""
+    return int(torch._dynamo.config.recompile_limit)
 
 
 def __getattr__(name: str) -> Any:

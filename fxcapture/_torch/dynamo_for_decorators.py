@@ -15,10 +15,11 @@ import torch
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 __all__ = [
-    "allow_collection_in_checkpoints",
-    "begin_tracing",
+    "begin_collection",
+    "begin_nested",
     "end_collection",
-    "end_piece",
+    "end_nested",
+    "local_of_trace",
     "outside_dynamo",
     "untraced",
 ]
@@ -28,29 +29,67 @@ F = TypeVar("F", bound=Callable[..., Any])
 _SETTING = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
 
+def local_of_trace(name: str) -> Any:
+    """The object that a local variable of the code that is being traced stands for.
+
+    For functions that Dynamo calls while it traces and whose result is a constant.  To
+    hand them the object as an argument would guard the trace on its identity, so that
+    no two models could share one.
+
+    Args:
+        name: A local variable of the traced function that makes the call.
+    """
+    translator = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+    variable: Any = translator.output.current_tx.symbolic_locals[name].realize()
+    if hasattr(variable, "value"):
+        return variable.value
+    return translator.output.get_submodule(variable.module_key)
+
+
+#: How deep each trace under way is in nested calls, see ``begin_nested``.
+_depths: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def begin_nested() -> bool:
+    """Count a call that the running trace enters; whether it stands in another one.
+
+    What is counted goes with the trace, also if that is given up.
+    """
+    for code in _untraced:
+        # With every trace, since torch._dynamo.reset() may take it back.
+        torch._dynamo.eval_frame.skip_code(code)
+    context = torch._guards.TracingContext.get()
+    depth = _depths.get(context, 0)
+    _depths[context] = depth + 1
+    return depth > 0
+
+
+def end_nested() -> None:
+    """Take back ``begin_nested``."""
+    _depths[torch._guards.TracingContext.get()] -= 1
+
+
 #: Traces under way that collect, innermost last, and the setting before the first.
 _collecting: list[weakref.finalize[..., Any]] = []
 _before: list[Any] = []
 
 
-def allow_collection_in_checkpoints() -> None:
+def begin_collection() -> None:
     """Let the running trace append to a list inside an activation checkpoint.
 
     Dynamo refuses, since the recomputation in backward would not append again; that is
     just what a record wants.  The setting is global, but traces exclude each other: it
     holds until ``end_collection``, or until a trace that was given up is cleaned up.
     """
-    context = torch._guards.TracingContext.try_get()
-    if context is None:
-        return
     if not _collecting:
         _before[:] = [getattr(torch._dynamo.config, _SETTING)]
         setattr(torch._dynamo.config, _SETTING, True)
+    context = torch._guards.TracingContext.get()
     _collecting.append(weakref.finalize(context, _end))
 
 
 def end_collection() -> None:
-    """Take back the innermost ``allow_collection_in_checkpoints``."""
+    """Take back the innermost ``begin_collection``."""
     if _collecting:
         _collecting[-1]()
 
@@ -62,7 +101,6 @@ def _end() -> None:
 
 
 _untraced: list[types.CodeType] = []
-_disabled: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def untraced(function: F) -> F:
@@ -77,18 +115,6 @@ def untraced(function: F) -> F:
     return function
 
 
-def begin_tracing() -> None:
-    """Make ``untraced`` take effect; called while a trace runs."""
-    # Again with every trace, since torch._dynamo.reset() may take it back.
-    for code in _untraced:
-        torch._dynamo.eval_frame.skip_code(code)
-
-
-def end_piece() -> None:
-    """End the graph that is being traced; called in a trace only."""
-    torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
-
-
 def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:
     """Call ``function``, and let Dynamo compile nothing of it.
 
@@ -97,10 +123,22 @@ def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:
     """
     if get_eval_frame_callback() is None:
         return function(*args)
-    if function not in _disabled:
+    if not _disabled_call:
         disable: Callable[..., Any] = torch.compiler.disable
-        _disabled[function] = disable(function)
-    return _disabled[function](*args)
+        _disabled_call.append(disable(_call))
+    return _disabled_call[0](function, *args)
 
+
+def _call(function: Callable[..., Any], /, *args: Any) -> Any:
+    return function(*args)
+
+
+#: ``_call`` as Dynamo leaves it alone: one for all functions, so that none is kept.
+_disabled_call: list[Callable[..., Any]] = []
 
 untraced(outside_dynamo)
+
+
+def end_piece() -> None:
+    """End the graph that is being traced; called in a trace only."""
+    torch._dynamo.graph_break()  # type: ignore[no-untyped-call]

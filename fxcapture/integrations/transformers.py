@@ -32,8 +32,8 @@ from typing import Any, final
 
 from fxcapture.modeling import decorators as modeling
 from fxcapture.modeling import patching
-from fxcapture.modeling.flags import request
-from fxcapture.modeling.resolve import layer_count
+from fxcapture.spec.flags import request
+from fxcapture.modeling.positions import layer_count
 from fxcapture.spec.declaration import CAPTURES
 
 __all__ = ["Installation", "install", "is_installed", "uninstall"]

@@ -2,7 +2,7 @@
 
 Terms
     decorated call: one call of a method under ``capture_outputs``.
-    request: what a flag asks for, see :mod:`fxcapture.modeling.flags`.
+    request: what a flag asks for, see :mod:`fxcapture.spec.flags`.
 
 Invariants
     Everything is scoped to the call; nothing stays on the model.
@@ -22,18 +22,13 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import nn
 
+from fxcapture import _torch
 from fxcapture._torch.dynamo_for_decorators import outside_dynamo, untraced
-from fxcapture.modeling import collect, dispatch, patching
-from fxcapture.modeling.collect import Collector, Store
-from fxcapture.modeling.flags import Request, flag_name, request, spell
-from fxcapture.modeling.resolve import (
-    StorePlan,
-    bind,
-    declared_names,
-    end_trace,
-    trace_constants,
-    warn_count,
-)
+from fxcapture.modeling.captures import declared
+from fxcapture.modeling.positions import positions_of, warn_count
+from fxcapture.modeling.trace import begin, collect, end, goes_by
+from fxcapture.plan.resolve import canonical_selection
+from fxcapture.runtime.call import eager_call_in_flight
 from fxcapture.runtime.model_outputs import (
     get_field,
     has_field,
@@ -41,6 +36,8 @@ from fxcapture.runtime.model_outputs import (
     to_tuple,
 )
 from fxcapture.spec.declaration import CAPTURES, declaration
+from fxcapture.spec.flags import Request, flag_name, request, spell
+from fxcapture.trace.fused_layers import fused_attention
 
 __all__ = ["CONFIG_DEFAULTS", "Method", "decorated"]
 
@@ -112,7 +109,6 @@ def decorated(
         captures: Whether it also collects what its model declares.
     """
 
-    @functools.wraps(function)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
         own = kwargs.pop("return_dict", None)
@@ -123,34 +119,39 @@ def decorated(
                 value = kwargs.pop(name)
                 if args[place] is None:
                     args = (*args[:place], value, *args[place + 1 :])
-        tracing = torch.compiler.is_dynamo_compiling()
         wanted: dict[str, Request] = {}
         if captures:
-            if tracing:
-                names = declared_names(self, patching.generation)
-            else:
-                names = tuple(declaration(self))
-            for name in names:
+            for name in declaration(self):
                 asked = _requested(name, method, config, args, kwargs)
                 if asked is not False:
                     wanted[name] = asked
         call = _Call(function, self, args, kwargs)
-        if tracing:
-            outputs, records = _call_traced(call, wanted)
+        if torch.compiler.is_dynamo_compiling():
+            nested, outputs, records = _call_traced(call, wanted, captures)
         else:
-            if own is None and _inside.get():
-                return_dict = None
-            if not wanted and not (captures and dispatch.is_collecting()):
-                outputs, records = _call_plain(call), None
-            else:
-                outputs, records = _call_eager(call, wanted)
+            nested, outputs, records = _call_eager(call, wanted, captures)
         if records:
             outputs = _inject(self, config, method, outputs, records)
-        return to_tuple(outputs) if return_dict is False else outputs
+        if return_dict is False and not (nested and own is None):
+            return to_tuple(outputs)
+        return outputs
 
+    made = named_after(function, wrapper)
     if captures:
-        setattr(wrapper, CAPTURES, method)
-    return wrapper
+        setattr(made, CAPTURES, method)
+    return made
+
+
+def named_after(
+    function: Callable[..., Any], wrapper: Callable[..., Any]
+) -> Callable[..., Any]:
+    """``wrapper``, with a code object of its own and the names of ``function``.
+
+    Dynamo guards on the function in its closure: with one code object for all, each
+    decorated class would use up the recompile limit of every other.
+    """
+    made = _torch.own_code(wrapper, f"{function.__module__}.{function.__qualname__}")
+    return functools.update_wrapper(made, function)
 
 
 def _requested(
@@ -190,100 +191,83 @@ class _Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-@untraced
-def _call_plain(call: _Call) -> Any:
-    function, model, args, kwargs = call
-    outer = _inside.set(True)
-    try:
-        return function(model, *args, **kwargs)
-    finally:
-        _inside.reset(outer)
+#: Record name to its entries.
+Entries = dict[str, list[Any]]
 
 
 @untraced
 def _call_eager(
-    call: _Call, wanted: dict[str, Request]
-) -> tuple[Any, dict[str, list[Any]]]:
+    call: _Call, wanted: dict[str, Request], captures: bool
+) -> tuple[bool, Any, Entries]:
+    """Whether it stands in another decorated call, what it returned, its records."""
     function, model, args, kwargs = call
-    collector = None
+    records: Entries = {}
     outer = _inside.set(True)
     try:
         if wanted:
-            collector, leave = outside_dynamo(_begin_collecting, model, wanted)
+            # Run as it is also where Dynamo has met a graph break in it: what it would
+            # compile piece by piece could not be seen.
+            outputs, records = outside_dynamo(_capture, call, wanted)
+        elif captures and eager_call_in_flight.get() is not None:
+            hidden = eager_call_in_flight.set(None)
+            try:
+                outputs = function(model, *args, **kwargs)
+            finally:
+                eager_call_in_flight.reset(hidden)
         else:
-            leave = dispatch.silence()
-        try:
             outputs = function(model, *args, **kwargs)
-        finally:
-            outside_dynamo(leave)
     finally:
         _inside.reset(outer)
-    if collector is None:
-        return outputs, {}
-    return outputs, outside_dynamo(_settle, model, collector)
+    return outer.old_value is True, outputs, records
 
 
-def _begin_collecting(
-    model: nn.Module, wanted: dict[str, Request]
-) -> tuple[Collector, Callable[[], None]]:
-    found, stores = bind(model, wanted)
-    collector = _collector(stores)
-    return collector, dispatch.collect_from(collector, found)
+def _capture(call: _Call, wanted: dict[str, Request]) -> tuple[Any, Entries]:
+    function, model, args, kwargs = call
+    found = declared(model, tuple(wanted))
+    capture = found.capture
+    positions, promised = positions_of(model, found.spec, wanted)
+    selection = canonical_selection(found.spec, positions)
+    with (
+        fused_attention(not capture.bound.inside_fused),
+        capture.call(selection) as running,
+    ):
+        outputs = function(model, *args, **kwargs)
+    values = capture.records(running)
+    records = {name: list(values.get(name, ())) for name in wanted}
+    _compare(type(model), records, promised)
+    return outputs, records
 
 
 @untraced
 def _call_traced(
-    call: _Call, wanted: dict[str, Request]
-) -> tuple[Any, dict[str, list[Any]]]:
+    call: _Call, wanted: dict[str, Request], captures: bool
+) -> tuple[bool, Any, Entries]:
     """The same under Dynamo, in its plainest Python."""
-    if torch.compiler.is_dynamo_compiling():
-        return _collect_traced(call, wanted)
-    # Dynamo met a graph break in here, gave up on this call, and runs it as it is.
-    if not wanted and not dispatch.is_collecting():
-        return _call_plain(call), {}
-    return _call_eager(call, wanted)
-
-
-def _collect_traced(  # traced, never executed
-    call: _Call, wanted: dict[str, Request]
-) -> tuple[Any, dict[str, list[Any]]]:
+    if not torch.compiler.is_dynamo_compiling():
+        # It met a graph break in here, gave up on this call, and runs it as it is.
+        return _call_eager(call, wanted, captures)
     function, model, args, kwargs = call
-    names = tuple(wanted)
-    asked = tuple([wanted[n] for n in names])
-    stores, seats = trace_constants(model, names, asked, patching.generation)
-    collector = _collector(stores)
-    saved = collect.enter_traced(model, seats, collector)
+    nested = begin()
     try:
-        outputs = function(model, *args, **kwargs)
+        if wanted:
+            run = functools.partial(function, model, *args, **kwargs)
+            outputs, records, promised = collect(model, wanted, run)
+            _compare(type(model), records, promised)
+        else:
+            records = {}
+            with goes_by(captures):
+                outputs = function(model, *args, **kwargs)
     finally:
-        collect.leave_traced(saved)
-        end_trace(model, names)
-    return outputs, _settle(model, collector)
+        end()
+    return nested, outputs, records
 
 
-def _collector(stores: tuple[StorePlan, ...]) -> Collector:
-    collector = Collector()
-    for name, positions, late, expected in stores:
-        collector.stores[name] = Store(
-            None if positions is None else frozenset(positions),
-            frozenset(late),
-            expected,
-        )
-    return collector
-
-
-def _settle(model: nn.Module, collector: Collector) -> dict[str, list[Any]]:
-    records = {}
-    for name, store in collector.stores.items():
+def _compare(cls: type, records: Entries, promised: dict[str, int]) -> None:
+    """Warn where the config has promised another number of entries."""
+    for name, expected in promised.items():
         # A record of a part that did not run, such as cross-attention, counts nothing.
-        if store.late and len(store.entries) not in (0, store.expected):
-            warn_count(model, name, len(store.entries), store.expected)
-        entries = store.settle()
-        # An attention kernel that returns no weights gives an empty record, as in
-        # transformers; where some entries have a value, each keeps its position.
-        keeps = name == "hidden_states" or store.any_value
-        records[name] = entries if keeps else []
-    return records
+        if len(records[name]) not in (0, expected):
+            warn_count(cls, name, len(records[name]), expected)
 
 
 def _inject(

@@ -8,16 +8,15 @@ is in :mod:`fxcapture.modeling.call`.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from torch import nn
 
-from fxcapture.modeling.call import CONFIG_DEFAULTS, Method, decorated
-from fxcapture.modeling.flags import request
-from fxcapture.modeling.resolve import warn_cache
+from fxcapture.modeling.call import CONFIG_DEFAULTS, Method, decorated, named_after
+from fxcapture.spec.flags import request
+from fxcapture.modeling.positions import warn_cache
 from fxcapture.runtime.model_outputs import inject_records
 from fxcapture.spec.declaration import OutputRecorder
 from fxcapture.spec.declared_spec import declared_spec
@@ -117,7 +116,6 @@ def merge_with_config_defaults(func: F) -> F:
     """
     method = Method.of(func)
 
-    @functools.wraps(func)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         config = getattr(self, "config", None)
         for name in CONFIG_DEFAULTS:
@@ -141,7 +139,7 @@ def merge_with_config_defaults(func: F) -> F:
                 kwargs[name] = value
         return func(self, *args, **kwargs)
 
-    return wrapper  # type: ignore[return-value]
+    return named_after(func, wrapper)  # type: ignore[return-value]
 
 
 def _cache_allowed(model: nn.Module, use_cache: Any) -> Any:
@@ -193,7 +191,6 @@ def select_hidden_states(
             method.positions.get(selection, -1) if isinstance(selection, str) else -1
         )
 
-        @functools.wraps(func)
         def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             asked = kwargs.get("output_hidden_states")
             if request("output_hidden_states", asked) is False:
@@ -205,6 +202,6 @@ def select_hidden_states(
                     kwargs["output_hidden_states"] = kwargs.get(selection, default)
             return func(self, *args, **kwargs)
 
-        return wrapper  # type: ignore[return-value]
+        return named_after(func, wrapper)  # type: ignore[return-value]
 
     return decorate

@@ -20,6 +20,7 @@ from torch import nn
 from fxcapture.errors import ElementError, NeverCalledError, nearest
 from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
+from fxcapture.spec.recorded import Recorded
 from fxcapture.spec.selector import ModuleTable
 from fxcapture.spec.tap import CaptureSpec, Tap
 from fxcapture.trace.observe import Request, Target, override_keys
@@ -42,6 +43,7 @@ class Match:
         entries: Path to the arguments its marks carry.
         attention: Path to the attention weights wanted of it, by record.
         likenesses: Path to what decides which values its marks carry.
+        recorded: What a declaration takes of each module of a record.
         inside_fused: A target stands inside a ``nn.TransformerEncoderLayer``, whose
             fused kernel for inference calls none of its submodules.
     """
@@ -56,20 +58,33 @@ class Match:
         default_factory=dict
     )
     likenesses: Mapping[str, Hashable] = dataclasses.field(default_factory=dict)
+    recorded: Mapping[str, Recorded] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def _records(self) -> dict[str, tuple[str, ...]]:
         return {
-            t.path: tuple(n for n, paths in self.paths.items() if t.path in paths)
+            t.path: tuple(
+                name
+                for name, paths in self.paths.items()
+                if t.path in paths
+                for _ in range(self._entries_of(name, t.path))
+            )
             for t in self.targets
         }
+
+    def _entries_of(self, record: str, path: str) -> int:
+        recorded = self.recorded.get(record)
+        return 1 if recorded is None else len(recorded.of(path))
 
     @functools.cached_property
     def _hooked(self) -> frozenset[str]:
         return frozenset(t.path for t in self.targets if t.key == "_call_impl")
 
     def records_of(self, path: str) -> tuple[str, ...]:
-        """Names of the records that tap the module at ``path``."""
+        """Names of the records that tap the module at ``path``.
+
+        Each as often as a call of the module gives it an entry.
+        """
         return self._records.get(path, ())
 
     def likeness(self, path: str) -> Hashable:
@@ -110,11 +125,21 @@ def entry_name(tap: Tap) -> int | str | None:
 
 def takes_entry(tap: Tap) -> bool:
     """Whether a tap wants something that stands among a site's entries."""
-    return entry_name(tap) is not None or tap.attention is not None
+    fallback = tap.attention is not None and tap.recorded is None
+    return entry_name(tap) is not None or fallback
 
 
-def match(spec: CaptureSpec, model: nn.Module) -> Match:
+def match(
+    spec: CaptureSpec,
+    model: nn.Module,
+    keys_of: Callable[[nn.Module], tuple[str, ...]] = override_keys,
+) -> Match:
     """Find the modules that a spec means.
+
+    Args:
+        spec: The spec.
+        model: The model.
+        keys_of: Which attributes of a module are overridden.
 
     Raises:
         TargetNotFoundError: a target matches nothing.
@@ -153,7 +178,11 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
             and spec[name].reduce is not None
             and spec[name].attention is None
         )
-        keys = override_keys(module)
+        keys = keys_of(module)
+        fused = any(
+            tap.recorded is not None and path in tap.recorded.fused
+            for tap in spec.values()
+        )
         parameters = describe_forward(module)
         for key in keys:
             # Of a pair, the inner override sees what forward received, the outer what
@@ -170,6 +199,7 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
                     if outer
                     else requests[path],
                     attention=() if outer else attention[path],
+                    drops=("output_attentions",) if fused and not outer else (),
                 )
             )
     return Match(
@@ -184,6 +214,9 @@ def match(spec: CaptureSpec, model: nn.Module) -> Match:
                 _kind(spec[n]) for n, found in paths.items() if path in found
             )
             for path in entries
+        },
+        recorded={
+            n: tap.recorded for n, tap in spec.items() if tap.recorded is not None
         },
         inside_fused=any(
             isinstance(entry.module, nn.TransformerEncoderLayer)

@@ -87,9 +87,9 @@ class Leaf:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is what the caller received, as it is."""
+        """Whether it is what the module returned or received, as it is."""
         treated = self.detach or self.dtype is not None or self.device is not None
-        return self.kind == RESULT and not treated
+        return self.kind in (RESULT, ENTRY) and not treated
 
     @property
     def precedes_hooks(self) -> bool:

@@ -13,6 +13,7 @@ from fxcapture.errors import (
     ElementError,
     FxCaptureError,
     NeverCalledError,
+    RecordedElementError,
     SelectionError,
     TargetNotFoundError,
     UnsupportedOutputError,
@@ -32,12 +33,30 @@ __all__ = ["canonical_selection", "leaves_of", "named_leaves_of", "resolve"]
 SelectionMap = Mapping[str, Any]
 
 
+Element = int | str | None
+
+
+def _elements(tap: Tap, path: str) -> tuple[Element, ...]:
+    """The elements that one call of a module gives a record entries of."""
+    return (tap.output,) if tap.recorded is None else tap.recorded.of(path)
+
+
 def _slot(
-    index: int, site: Site, name: str, tap: Tap, bound: Match, *, entry: bool
+    index: int,
+    site: Site,
+    name: str,
+    tap: Tap,
+    bound: Match,
+    *,
+    entry: bool,
+    output: Element,
 ) -> Slot:
     """The value that ``tap`` takes from ``site``: its result, or what it received."""
     kind = RESULT
-    if tap.attention is not None:
+    if tap.recorded is not None and not entry:
+        kind, structure = _recorded(site, name, tap, output)
+        what = f"the output of {site.describe()}, {site.result.describe()}"
+    elif tap.attention is not None:
         kind = weights(name)
         structure = _weights(site, name)
         what = f"the attention weights of {site.describe()}"
@@ -49,7 +68,7 @@ def _slot(
     else:
         kind = reduced(name) if tap.reduce is not None else RESULT
         what = f"the output of {site.describe()}, {site.result.describe()}"
-        structure = site.result.element(tap.output, what)
+        structure = site.result.element(output, what)
     _check_storable(structure, site, name, tap, what)
     if tap.reduce is not None and tap.attention is None:
         structure = _reduction(structure, site, name, tap, kind)
@@ -68,6 +87,37 @@ def _slot(
     )
     sizes = tuple(structure.leaves("int"))
     return Slot(site=index, kind=kind, structure=structure, leaves=leaves, sizes=sizes)
+
+
+def _recorded(
+    site: Site, name: str, tap: Tap, output: Element
+) -> tuple[str, Structure]:
+    """What a declaration takes of a result, as a kind of mark and a structure.
+
+    Raises:
+        RecordedElementError: the result is a tuple without such an element.
+    """
+    found = site.result
+    if found.kind == "sequence" and issubclass(found.cls or tuple, tuple):
+        length = len(found.children)
+        if not isinstance(output, int) or not -length <= output < length:
+            raise RecordedElementError(
+                f"index={output} of the recorder of {name!r} does not exist",
+                why=f"the module returned a tuple of {length} elements",
+                remedy="declare OutputRecorder(..., index=) with an element that it "
+                "returns",
+            )
+        found = found.children[output]
+    if tap.attention is not None and _is_none(found):
+        computed = site.value(weights(name))
+        children = () if computed is None else parse(computed.structure).children
+        if len(children) == 1:
+            return weights(name), children[0]
+    return RESULT, found
+
+
+def _is_none(structure: Structure) -> bool:
+    return structure.kind == "const" and structure.value is None
 
 
 def _check_storable(
@@ -171,22 +221,30 @@ def named_leaves_of(
     Needed where one graph is not the whole run, so that positions are not known yet.
     The two marks of a hooked call are two sites here.
     """
-    for name in bound.records_of(site.path):
+    for name in dict.fromkeys(bound.records_of(site.path)):
         tap = spec[name]
         for entry in (False, True):
             if entry and (not takes_entry(tap) or site.hooked):
                 continue  # behind hooks stands the result alone
-            if entry and tap.attention is None and not site.arguments.children:
-                continue  # not copied, since no record can select it
-            if not entry and (tap.point == "input" or tap.attention is not None):
+            if entry and not (_is_attention(tap) or site.arguments.children):
+                continue  # not copied: it cannot be selected any more
+            if not entry and (tap.point == "input" or _is_attention(tap)):
                 continue
-            try:
-                slot = _slot(0, site, name, tap, bound, entry=entry)
-            except FxCaptureError:
-                # Raised with its text when the run ends and only if it is selected.
-                continue
-            for _, leaf in slot.leaves:
-                yield name, leaf
+            for output in (None,) if entry else _elements(tap, site.path):
+                try:
+                    slot = _slot(
+                        0, site, name, tap, bound, entry=entry, output=output
+                    )
+                except FxCaptureError:
+                    # Raised with its text when the run ends, and only if selected.
+                    continue
+                for _, leaf in slot.leaves:
+                    yield name, leaf
+
+
+def _is_attention(tap: Tap) -> bool:
+    """Whether a tap takes attention weights and nothing else."""
+    return tap.attention is not None and tap.recorded is None
 
 
 def canonical_selection(
@@ -251,13 +309,24 @@ def _resolve_record(
     select: Any,
 ) -> RecordPlan:
     paths = frozenset(bound.paths[name])
-    hits = [i for i, site in enumerate(sites) if site.path in paths]
+    hits = [
+        (i, output)
+        for i, site in enumerate(sites)
+        if site.path in paths
+        for output in _elements(tap, site.path)
+    ]
     if not tap.optional:
-        called = {sites[i].path for i in hits}
+        called = {sites[i].path for i, _ in hits}
         missing = [p for p in bound.paths[name] if p not in called]
         if missing:
             raise _never_called(name, tap, bound, missing, sites)
     initial = tap.initial and bool(hits)
+    if tap.recorded is not None and hits:
+        initial = initial and sites[hits[0][0]].path in tap.recorded.initial
+        if not tap.recorded.keeps and all(
+            _is_none(_entry_of(sites[i], name, tap, output)) for i, output in hits
+        ):
+            return RecordPlan(name=name, paths=(), slots=())
     length = len(hits) + initial
     chosen = _positions(name, tap, select, length)
     slots: list[Slot | None] = []
@@ -266,13 +335,23 @@ def _resolve_record(
             slots.append(None)
             continue
         entry = tap.point == "input" or (initial and position == 0)
-        entry = entry or tap.attention is not None
-        index = hits[max(position - initial, 0)]
-        slots.append(_slot(index, sites[index], name, tap, bound, entry=entry))
+        entry = entry or _is_attention(tap)
+        index, output = hits[max(position - initial, 0)]
+        slots.append(
+            _slot(index, sites[index], name, tap, bound, entry=entry, output=output)
+        )
     order = ([hits[0]] if initial else []) + hits
     return RecordPlan(
-        name=name, paths=tuple(sites[i].path for i in order), slots=tuple(slots)
+        name=name, paths=tuple(sites[i].path for i, _ in order), slots=tuple(slots)
     )
+
+
+def _entry_of(site: Site, name: str, tap: Tap, output: Element) -> Structure:
+    """What a declaration takes; a tensor where that is an error if it is selected."""
+    try:
+        return _recorded(site, name, tap, output)[1]
+    except RecordedElementError:
+        return parse("T")
 
 
 def _positions(name: str, tap: Tap, select: Any, length: int) -> frozenset[int]:

@@ -31,7 +31,7 @@ from fxcapture.plan.sites import Site, SiteTable, pair_hooked
 from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.mark import BEGIN, RESULT, Mark
 
-__all__ = ["Call", "Observation", "call_in_flight"]
+__all__ = ["Call", "Observation", "call_in_flight", "eager_call_in_flight"]
 
 
 @final
@@ -102,15 +102,23 @@ class _Window:
         select: Positions, in frozen form.
         initial: Position 0 is the first hit's input.
         inputs: Every position is a hit's input.
+        begins: Paths of the modules whose input can be position 0; ``None``: any.
     """
 
     __slots__ = (
-        "_all", "_count", "_first", "_initial", "_inputs", "_select", "_tail",
-        "_tail_length",
+        "_all", "_begins", "_count", "_first", "_initial", "_inputs", "_select",
+        "_tail", "_tail_length",
     )  # fmt: skip
 
-    def __init__(self, select: Any, initial: bool, inputs: bool) -> None:
+    def __init__(
+        self,
+        select: Any,
+        initial: bool,
+        inputs: bool,
+        begins: frozenset[str] | None = None,
+    ) -> None:
         self._select = select
+        self._begins = begins
         self._inputs = inputs
         self._initial = initial
         self._count = 0
@@ -158,16 +166,20 @@ class _Window:
 
     def push(self, observation: Observation) -> None:
         """Take the next hit."""
+        if not self._count and self._begins is not None:
+            if observation.site.path not in self._begins:
+                self._initial = self._first = False
+        # A hit that stays takes a place in the tail as well, as nothing to release.
+        waits = _NOTHING
         if self._stays():
             observation.claims += 1
         elif self._tail_length:
             observation.claims += 1
-            self._tail.append(observation)
-        # A hit that stays takes a place in the tail as well, as nothing to release.
-        if self._tail_length and (not self._tail or self._tail[-1] is not observation):
-            self._tail.append(_NOTHING)
-        if len(self._tail) > self._tail_length:
-            self._tail.popleft().release()
+            waits = observation
+        if self._tail_length:
+            self._tail.append(waits)
+            if len(self._tail) > self._tail_length:
+                self._tail.popleft().release()
         self._count += 1
 
 
@@ -238,7 +250,10 @@ class Call:
             chosen = dict(self.selection)
             self._made = {
                 name: _Window(
-                    chosen.get(name, tap.select), tap.initial, tap.point == "input"
+                    chosen.get(name, tap.select),
+                    tap.initial,
+                    tap.point == "input",
+                    None if tap.recorded is None else tap.recorded.initial,
                 )
                 for name, tap in self._spec.items()
             }
@@ -276,6 +291,14 @@ class Call:
     def may_select(self, hits: Mapping[str, int]) -> bool:
         """Whether any record may select one of so many next hits."""
         return any(self._windows[name].may_select(n) for name, n in hits.items())
+
+    def wants_hit(self, records: Iterable[str]) -> bool:
+        """Whether an entry may be selected that a call which ends next gives.
+
+        Args:
+            records: The records of its module, each as often as it gives an entry.
+        """
+        return self.may_select(collections.Counter(records))
 
     def wants_entry(self, records: Iterable[str]) -> bool:
         """Whether what a call that begins now receives may be selected."""
@@ -330,4 +353,8 @@ class Call:
 
 call_in_flight: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
     "fxcapture_call_in_flight", default=None
+)
+#: The same of calls that nothing compiles, which may stand inside of the others.
+eager_call_in_flight: contextvars.ContextVar[Call | None] = contextvars.ContextVar(
+    "fxcapture_eager_call_in_flight", default=None
 )

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -30,11 +31,17 @@ from fxcapture.plan.plan import Leaf, Plan, Slot
 from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import leaves_of, resolve
 from fxcapture.plan.sites import Site, SiteTable, group_marks, pair_hooked, site_of
-from fxcapture.runtime.call import Call, Observation, call_in_flight
+from fxcapture.runtime.call import (
+    Call,
+    Observation,
+    call_in_flight,
+    eager_call_in_flight,
+)
 from fxcapture.spec.selector import Selector
 from fxcapture.spec.tap import CaptureSpec
+from fxcapture.trace.eager_scope import EagerScope
 from fxcapture.trace.fused_layers import fused_attention
-from fxcapture.trace.mark import Mark, receiver
+from fxcapture.trace.mark import ENTRY, ORIGINAL, Mark, receiver
 from fxcapture.trace.real_scope import Holder, RealScope, RunRegion, hold_by
 
 __all__ = ["Capture", "InFlight"]
@@ -42,6 +49,8 @@ __all__ = ["Capture", "InFlight"]
 _MAX_REMEMBERED = 2048
 #: What a kind of module call is like: its site, the leaves that records may want of it,
 #: the records it is a hit of, and whether it is one by itself.
+Scope = RealScope | EagerScope
+Current = contextvars.ContextVar[Call | None]
 _Kind = tuple[Site, tuple[Leaf, ...], tuple[str, ...], bool]
 
 
@@ -55,9 +64,11 @@ class Capture:
         regions: Modules to compile one by one.
         run_region: Runs one of them: (its class, what to call, *args, **kwargs).
         watched: Compute attention weights in traces too, see ``trace.real_scope``.
+        eager: Its calls run eagerly, see ``trace.eager_scope``.  They may stand inside
+            a call of another capture, which goes on; one hides the eager calls around
+            it.  The model is not kept alive, and is taken to stay as it is.
 
     Attributes:
-        model: The model.
         spec: The spec.
 
     Raises:
@@ -72,19 +83,25 @@ class Capture:
         regions: Selector | None = None,
         run_region: RunRegion | None = None,
         watched: bool = True,
+        eager: bool = False,
     ) -> None:
-        self.model = model
         self.spec = spec
-        self._scope = RealScope(
-            model,
-            lambda: match(spec, model),
-            self.is_in_flight,
-            self._asked,
-            defer_reductions(reducers_of(spec), self._current_inputs),
-            regions,
-            run_region or _run_plainly,
-            watched,
-        )
+        self._current = eager_call_in_flight if eager else call_in_flight
+        self._scope: RealScope | EagerScope
+        if eager:
+            bound = match(spec, model, lambda module: ("forward",))
+            self._scope = EagerScope(model, bound, self._current.get, self)
+        else:
+            self._scope = RealScope(
+                model,
+                lambda: match(spec, model),
+                self.is_in_flight,
+                self._asked,
+                defer_reductions(reducers_of(spec), self._current_inputs),
+                regions,
+                run_region or _run_plainly,
+                watched,
+            )
         self._kinds: dict[Any, _Kind] = {}
         self._plans: dict[Any, Any] = {}
 
@@ -95,7 +112,7 @@ class Capture:
 
     def is_in_flight(self) -> bool:
         """Whether the call in flight of this thread is one of this capture."""
-        call = call_in_flight.get()
+        call = self._current.get()
         return call is not None and call.owner is self
 
     def call(
@@ -123,7 +140,7 @@ class Capture:
             bound=self.bound,
             inputs=inputs,
         )
-        return InFlight(self._scope, call)
+        return InFlight(self._scope, call, self._current)
 
     # -- while a call runs ---------------------------------------------------------
 
@@ -155,11 +172,14 @@ class Capture:
             return
         equal = call.repeated  # the call itself would keep its values alive
 
-        _torch.while_recomputing(id(equal), lambda: lambda: _Again(self._scope, equal))
+        scope, current = self._scope, self._current
+        _torch.while_recomputing(
+            id(equal), lambda: lambda: _Again(scope, equal, current)
+        )
 
     def _asked(self, token: torch.Tensor) -> bool:
         """Whether to copy what a call outside of graphs received."""
-        call, path = call_in_flight.get(), self._scope.path_of_token(token)
+        call, path = self._current.get(), self._scope.path_of_token(token)
         if call is None or path is None:
             return False
         return call.wants_entry(call.bound.records_of(path))
@@ -175,6 +195,9 @@ class Capture:
             return  # of another capture, whose call is not in flight
         if torch.is_grad_enabled():
             self.join_checkpoint(call)
+        original = next((m for m in marks if m.kind == ORIGINAL), None)
+        if original is not None:
+            marks = [m for m in marks if m is not original]
         [parts] = group_marks(marks)
         bound = call.bound
         # All that tells kinds of sites apart; the rest follows from it.
@@ -207,9 +230,13 @@ class Capture:
                     continue  # what it received cannot be selected any more
                 value = held.tensors[leaf.index]
                 tensors[leaf] = leaf.snapshot(value)
+                version = _torch.version_of(value)
+                if original is not None and leaf.kind == ENTRY:
+                    value = original.tensors[leaf.index]
+                    version = original.sizes[leaf.index]
                 # Autograd recorded it, and it shares no memory with a parameter.
                 if leaf.is_plain and _torch.is_recorded(value):
-                    observation.own[leaf] = value, _torch.version_of(value)
+                    observation.own[leaf] = value, version
             observation.tensors = tensors
 
     # -- when it has ended ---------------------------------------------------------
@@ -266,12 +293,13 @@ class _Again:
     Args:
         scope: The overrides.
         call: An empty call that equals the one that was computed.
+        current: Holds the call in flight.
     """
 
-    def __init__(self, scope: RealScope, call: Call) -> None:
+    def __init__(self, scope: Scope, call: Call, current: Current) -> None:
         self._parts = contextlib.ExitStack()
         self._layers = fused_attention(not scope.bound.inside_fused, depth=3)
-        self._in_flight = InFlight(scope, call.anew(), depth=3)
+        self._in_flight = InFlight(scope, call.anew(), current, depth=3)
 
     def __enter__(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -292,11 +320,15 @@ class InFlight:
     Args:
         scope: The overrides.
         call: The call.
+        current: Holds the call in flight.
         depth: How many frames above ``__enter__`` the one is that holds the scope.
     """
 
-    def __init__(self, scope: RealScope, call: Call, depth: int = 2) -> None:
+    def __init__(
+        self, scope: Scope, call: Call, current: Current, depth: int = 2
+    ) -> None:
         self._scope = scope
+        self._current = current
         self.call = call
         self._depth = depth
         self._holder: Holder | None = None
@@ -304,10 +336,11 @@ class InFlight:
 
     def __enter__(self) -> Call:
         try:
-            before = call_in_flight.set(self.call)
-            self._reset.append(lambda: call_in_flight.reset(before))
-            taking = receiver.set(self.call.take)
-            self._reset.append(lambda: receiver.reset(taking))
+            before = self._current.set(self.call)
+            self._reset.append(lambda: self._current.reset(before))
+            if self._current is call_in_flight:
+                taking = receiver.set(self.call.take)
+                self._reset.append(lambda: receiver.reset(taking))
             self._holder = hold_by(self._depth)
             self._scope.enter(self._holder)
             self.call.bound = self._scope.bound

@@ -25,21 +25,31 @@ from fxcapture.plan.plan import Slot, treat
 from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable, group_marks, pair_hooked, site_of
-from fxcapture.reductions import bind_inputs
+from fxcapture.reductions import Reducers, bind_inputs
 from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.mark import Mark
-from fxcapture.trace.scope import Step, enter, leave, steps_to
+from fxcapture.trace.scope import Asks, Step, enter, leave, steps_to
 from fxcapture.trace.structure import encode, parse
 from fxcapture.trace.templates import fill, template
 
-__all__ = ["Function", "collector", "functional"]
+__all__ = [
+    "Function",
+    "Layout",
+    "Shape",
+    "collector",
+    "functional",
+    "layout_of",
+    "observe",
+    "read",
+    "shapes_of",
+]
 
 #: ``fn(params, buffers, *args, **kwargs) -> Captured``
 Function = Callable[..., Captured]
 #: What is constant of an observation: path, kind, structure, number of sizes.
-_Shape = tuple[str, str, str, int]
+Shape = tuple[str, str, str, int]
 #: An observation: path, kind, structure, tensors, sizes.
-_Kept = tuple[str, str, str, list[torch.Tensor], list[Any]]
+Kept = tuple[str, str, str, list[torch.Tensor], list[Any]]
 Selection = Sequence[tuple[str, Any]]
 
 
@@ -178,57 +188,98 @@ def collector(
         return steps_to(match(spec, model).targets, by_dynamo=by_dynamo)
 
     @_torch.constant
-    def layout(shapes: Sequence[_Shape], selection: Selection) -> _Layout:
-        return _layout(spec, match(spec, model), shapes, selection)
+    def layout(shapes: Sequence[Shape], selection: Selection) -> Layout:
+        return layout_of(spec, match(spec, model), shapes, selection)
 
     def collect(
         call: Callable[[], Any],
         selection: Selection = (),
         inputs: Mapping[str, Any] | None = None,
     ) -> tuple[Any, Records]:
-        seen: list[_Kept] = []
-
-        def keep(
-            token: Any,
-            tensors: list[Any],
-            sizes: list[Any],
-            structure: str,
-            path: str,
-            kind: str,
-        ) -> None:
-            # The model may write to what it returned, and a reduction may be a view.
-            copies = [t.clone() for t in tensors]
-            seen.append((path, kind, structure, copies, sizes))
-
-        by_dynamo = torch.compiler.is_dynamo_compiling()
-        saved = enter(
-            model, steps(by_dynamo), keep, bind_inputs(reducers, inputs), True
-        )
-        try:
-            output = call()
-        finally:
-            leave(saved)
-        values: dict[str, tuple[Any, ...]] = {}
-        paths: dict[str, tuple[str, ...]] = {}
-        shapes = tuple([(p, k, s, len(z)) for p, k, s, _, z in seen])
-        for name, found, slots in layout(shapes, selection):
-            values[name] = tuple([_value(slot, seen) for slot in slots])
-            paths[name] = found
-        return output, Records(values, paths)
+        found = steps(torch.compiler.is_dynamo_compiling())
+        output, seen = observe(call, model, found, bind_inputs(reducers, inputs))
+        return output, Records(*read(seen, layout(shapes_of(seen), selection)))
 
     return collect
+
+
+def observe(
+    call: Callable[[], Any],
+    model: nn.Module,
+    steps: Sequence[Step],
+    reducers: Reducers,
+    takes: Callable[[str, str], bool | None] | None = None,
+    asks: Asks | None = None,
+) -> tuple[Any, list[Kept]]:
+    """Call a model and keep a copy of what its targets give; in any trace.
+
+    Args:
+        call: Calls the model.
+        model: The model.
+        steps: The targets, from ``steps_to``.
+        reducers: Record name to its reduction.
+        takes: By a mark's path and kind, asked once of each, whether to keep its
+            tensors; ``None`` if the mark counts for nothing.  All, if it is not given.
+        asks: See ``scope.enter``.
+    """
+    seen: list[Kept] = []
+
+    def keep(
+        token: Any,
+        tensors: list[Any],
+        sizes: list[Any],
+        structure: str,
+        path: str,
+        kind: str,
+    ) -> None:
+        kept = True if takes is None else takes(path, kind)
+        if kept is None:
+            return
+        # The model may write to what it returned, and a reduction may be a view.
+        copies = [t.clone() for t in tensors] if kept else []
+        seen.append((path, kind, structure, copies, sizes))
+
+    saved = enter(model, steps, keep, reducers, True, None, asks)
+    try:
+        output = call()
+    finally:
+        leave(saved)
+    return output, seen
+
+
+def shapes_of(seen: Sequence[Kept]) -> tuple[Shape, ...]:
+    """What is constant of the marks of a trace."""
+    return tuple([(p, k, s, len(z)) for p, k, s, _, z in seen])
+
+
+def read(
+    seen: Sequence[Kept], layout: Layout
+) -> tuple[dict[str, tuple[Any, ...]], dict[str, tuple[str, ...]]]:
+    """The values of each record, and the path behind each."""
+    values: dict[str, tuple[Any, ...]] = {}
+    paths: dict[str, tuple[str, ...]] = {}
+    for name, found, slots in layout:
+        values[name] = tuple([_value(slot, seen) for slot in slots])
+        paths[name] = found
+    return values, paths
 
 
 #: A slot as constants that Dynamo can hold: for each leaf of the template the
 #: observation, its index there, detach, dtype and device; the observation of the sizes;
 #: the template.
 _SlotLayout = tuple[dict[int, tuple[Any, ...]], int, Any]
-_Layout = tuple[tuple[str, tuple[str, ...], tuple[_SlotLayout | None, ...]], ...]
+Layout = tuple[tuple[str, tuple[str, ...], tuple[_SlotLayout | None, ...]], ...]
 
 
-def _layout(
-    spec: CaptureSpec, bound: Match, shapes: Sequence[_Shape], selection: Selection
-) -> _Layout:
+def layout_of(
+    spec: CaptureSpec, bound: Match, shapes: Sequence[Shape], selection: Selection
+) -> Layout:
+    """Where each position of each record stands among the marks of a trace.
+
+    Raises:
+        TargetError: the spec does not fit what was called.
+        CaptureError: a value cannot be captured.
+    """
     marks = [
         Mark(None, (), (None,) * num_sizes, structure, path, kind)
         for path, kind, structure, num_sizes in shapes
@@ -265,7 +316,7 @@ def _layout(
     )
 
 
-def _value(slot: _SlotLayout | None, seen: Sequence[_Kept]) -> Any:
+def _value(slot: _SlotLayout | None, seen: Sequence[Kept]) -> Any:
     if slot is None:
         return None
     leaves, sizes_at, form = slot

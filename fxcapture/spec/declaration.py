@@ -6,7 +6,6 @@ Terms
     task: one recorder's share in one module: (record name, element, initial state?).
     scope: the modules that one declaration speaks for.  A sub-model with a declaration
         of its own opens a scope of its own; the outer declaration ends there.
-    seat: the module object that its caller calls: the outermost wrapper, or the module.
 
 Invariants
     Nothing is cached per model: each capture reads the module tree as it is, so that
@@ -16,8 +15,6 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -31,9 +28,11 @@ __all__ = [
     "OutputRecorder",
     "Task",
     "declaration",
+    "declaring",
     "find",
     "holds_weights",
     "is_decorated",
+    "kernels_of",
     "recorders",
 ]
 
@@ -85,31 +84,21 @@ class Task(NamedTuple):
     initial: bool
 
 
-@final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class Found(NamedTuple):
     """One module that a record is taken from.
 
     Attributes:
-        module: The module that matched.
-        seat: What its caller calls: the outermost wrapper around it, or itself.
         path: Dotted path the user sees, wrappers left out.
-        real_path: Names from the root to the seat.
         tasks: What to record of it.
-        compiled: Enclosing modules that were compiled by themselves, outermost first.
-        owner: The nearest enclosing sub-model that captures for itself, if any.
-        first: Name of the first parameter of its ``forward``.
+        nested: It stands in a sub-model that captures for itself.
+        enclosed: It stands inside a module that was compiled by itself.
         fused: Its attention runs in a kernel that returns no weights.
     """
 
-    module: nn.Module
-    seat: nn.Module
     path: str
-    real_path: tuple[str, ...]
     tasks: tuple[Task, ...]
-    compiled: tuple[nn.Module, ...]
-    owner: nn.Module | None
-    first: str
+    nested: bool
+    enclosed: bool
     fused: bool
 
 
@@ -117,15 +106,14 @@ class _Member(NamedTuple):
     """A module of a scope; the fields that :class:`Found` has mean the same."""
 
     module: nn.Module
-    steps: tuple[str, ...]
-    seat: nn.Module
     path: str
-    real_path: tuple[str, ...]
-    compiled: tuple[nn.Module, ...]
-    owner: nn.Module | None
+    nested: bool
+    enclosed: bool
 
 
 class _Scope(NamedTuple):
+    owner: nn.Module
+    way: tuple[str, ...]
     declared: Mapping[str, Any]
     members: list[_Member]
 
@@ -185,73 +173,63 @@ def find(model: nn.Module, records: Sequence[str]) -> list[Found]:
     """The modules from which ``records`` of ``model`` are taken, in module order."""
     found = []
     for scope in _scopes(model):
-        wanted = [
-            (record, recorder)
+        matchers = [
+            (record, recorder, _matcher(recorder, scope.members))
             for record in records
             for recorder in recorders(record, scope.declared.get(record))
         ]
-        if not wanted:
-            continue
-        matchers = [(r, rec, _matcher(rec, scope.members)) for r, rec in wanted]
-        for member in scope.members:
+        for member in scope.members if matchers else ():
             tasks = tuple(
                 Task(
                     record,
-                    rec.index,
-                    record == "hidden_states" and rec.capture_initial_hidden_state,
+                    recorder.index,
+                    record == "hidden_states" and recorder.capture_initial_hidden_state,
                 )
-                for record, rec, matches in matchers
+                for record, recorder, matches in matchers
                 if matches(member)
             )
             if tasks:
-                found.append(
-                    Found(
-                        module=member.module,
-                        seat=member.seat,
-                        path=member.path,
-                        real_path=member.real_path,
-                        tasks=tasks,
-                        compiled=member.compiled,
-                        owner=member.owner,
-                        first=_first_parameter(type(member.module).forward),
-                        fused=any(holds_weights(t.record) for t in tasks)
-                        and _is_fused(member.module),
-                    )
-                )
+                weights = any(holds_weights(task.record) for task in tasks)
+                fused = weights and _is_fused(member.module)
+                _, path, nested, enclosed = member
+                found.append(Found(path, tasks, nested, enclosed, fused))
     return found
+
+
+def declaring(model: nn.Module) -> dict[tuple[str, ...], nn.Module]:
+    """The model and each sub-model that declares records, by the names that lead there.
+    """
+    return {scope.way: scope.owner for scope in _scopes(model)}
 
 
 def _scopes(model: nn.Module) -> list[_Scope]:
     """Every scope of the tree, the model's own first; the root is a member of none."""
-    scopes = [_Scope(declaration(model), [])]
+    scopes = [_Scope(model, (), declaration(model), [])]
     seen = {id(model)}
 
-    def walk(parent: _Member, scope: _Scope) -> None:
+    def walk(parent: _Member, steps: tuple[str, ...], scope: _Scope) -> None:
         for name, child in parent.module._modules.items():
             if child is None or id(child) in seen:
                 continue
             seen.add(id(child))
-            steps = (*parent.steps, name)
-            if _is_wrapper(parent.module, name):
-                member = parent._replace(module=child, steps=steps)
-            else:
-                path = f"{parent.path}.{name}" if parent.path else name
-                member = _Member(
-                    child, steps, child, path, steps, parent.compiled, parent.owner
-                )
+            below = (*steps, name)
+            path = parent.path
+            if not _is_wrapper(parent.module, name):
+                path = f"{path}.{name}" if path else name
+            member = parent._replace(module=child, path=path)
             inner = scope
             if _declares(child):
-                inner = _Scope(declaration(child), [])
+                inner = _Scope(child, below, declaration(child), [])
                 scopes.append(inner)
             inner.members.append(member)
-            below = member
-            if _is_compiled(child):
-                below = below._replace(compiled=(*member.compiled, child))
-            if _declares(child) and is_decorated(type(child).forward):
-                below = below._replace(owner=child)
-            walk(below, inner)
+            own = _declares(child) and is_decorated(type(child).forward)
+            member = member._replace(
+                nested=member.nested or own,
+                enclosed=member.enclosed or _is_compiled(child),
+            )
+            walk(member, below, inner)
 
-    walk(_Member(model, (), model, "", (), (), None), scopes[0])
+    walk(_Member(model, "", False, False), (), scopes[0])
     return scopes
 
 
@@ -290,18 +268,6 @@ def _matcher(
     return matches
 
 
-@functools.lru_cache(maxsize=1024)
-def _first_parameter(forward: Callable[..., Any]) -> str:
-    """Name of the first parameter after ``self``; empty if there is none."""
-    try:
-        parameters = list(inspect.signature(forward).parameters.values())[1:]
-    except (TypeError, ValueError):
-        return ""  # scripted and built-in forwards have no signature
-    if parameters and parameters[0].kind is parameters[0].POSITIONAL_OR_KEYWORD:
-        return parameters[0].name
-    return ""
-
-
 def holds_weights(record: str) -> bool:
     """Whether a record is one of attention weights, by its name."""
     return record.endswith("attentions")
@@ -309,9 +275,35 @@ def holds_weights(record: str) -> bool:
 
 def _is_fused(module: nn.Module) -> bool:
     """Whether a module in transformers' way has chosen a fused attention kernel."""
-    configs = (getattr(m, "config", None) for m in module.modules())
-    chosen = {getattr(config, "_attn_implementation", None) for config in configs}
-    return not chosen.isdisjoint(("sdpa", "flex_attention"))
+    return not kernels_of(module).chosen.isdisjoint(("sdpa", "flex_attention"))
+
+
+class Kernels(NamedTuple):
+    """Attention kernels that modules in transformers' way have chosen.
+
+    Attributes:
+        configs: The modules' configs, each once.
+        chosen: What they name.
+    """
+
+    configs: list[Any]
+    chosen: frozenset[Any]
+
+    def are_same(self) -> bool:
+        """Whether the configs name what they named."""
+        return self.chosen == _chosen(self.configs)
+
+
+def kernels_of(model: nn.Module) -> Kernels:
+    """The kernels that the configs of a model's modules name."""
+    # From the instances: nn.Module builds an error text for each name that it lacks.
+    configs = {id(c): c for m in model.modules() if (c := vars(m).get("config"))}
+    found = list(configs.values())
+    return Kernels(found, _chosen(found))
+
+
+def _chosen(configs: Sequence[Any]) -> frozenset[Any]:
+    return frozenset(getattr(c, "_attn_implementation", None) for c in configs)
 
 
 def sub_models(model: nn.Module) -> list[tuple[str, nn.Module]]:

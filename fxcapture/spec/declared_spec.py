@@ -7,15 +7,24 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from fxcapture.errors import SpecError, TargetNotFoundError
-from fxcapture.spec.declaration import Found, declaration, find, sub_models
+from fxcapture.spec.attention import Attention
+from fxcapture.spec.declaration import (
+    Found,
+    declaration,
+    find,
+    holds_weights,
+    sub_models,
+)
+from fxcapture.spec.recorded import Recorded
 from fxcapture.spec.tap import CaptureSpec, Tap
 
-__all__ = ["declared_spec"]
+__all__ = ["declared_records", "declared_spec", "record_spec"]
 
 
 def declared_spec(model: nn.Module, **select: Any) -> CaptureSpec:
@@ -37,25 +46,7 @@ def declared_spec(model: nn.Module, **select: Any) -> CaptureSpec:
         SpecError: the recorders of one record name different elements, or ``select``
             names a record that is not declared.
     """
-    owners = sub_models(model)
-    count: dict[str, int] = {}
-    for _, owner in owners:
-        for record in declaration(owner):
-            count[record] = count.get(record, 0) + 1
-    taps: dict[str, Tap] = {}
-    for path, owner in owners:
-        for record in declaration(owner):
-            found = [f for f in find(owner, (record,)) if f.owner is None]
-            if found:
-                name = record if count[record] == 1 else _name(path, record, taps)
-                taps[name] = _tap(path, record, found, select.get(name))
-    if not taps:
-        raise TargetNotFoundError(
-            f"{type(model).__name__} declares nothing that can be captured",
-            why="neither it nor a sub-model has a _can_record_outputs that fits a "
-            "module",
-            remedy="pass a CaptureSpec, or declare _can_record_outputs on the class",
-        )
+    taps, _ = declared_records(model)
     unknown = [name for name in select if name not in taps]
     if unknown:
         raise SpecError(
@@ -63,6 +54,63 @@ def declared_spec(model: nn.Module, **select: Any) -> CaptureSpec:
             nearest=sorted(taps),
             remedy="select among the declared records",
         )
+    return CaptureSpec({n: t.with_select(select.get(n)) for n, t in taps.items()})
+
+
+def declared_records(model: nn.Module) -> tuple[CaptureSpec, dict[str, str]]:
+    """The same with every position, and for each tap the record as it was declared."""
+    owners = sub_models(model)
+    count: dict[str, int] = {}
+    for _, owner in owners:
+        for record in declaration(owner):
+            count[record] = count.get(record, 0) + 1
+    taps: dict[str, Tap] = {}
+    records: dict[str, str] = {}
+    for path, owner in owners:
+        for record in declaration(owner):
+            found = [f for f in find(owner, (record,)) if not f.nested]
+            if found:
+                name = record if count[record] == 1 else _name(path, record, taps)
+                taps[name] = _tap(path, record, found)
+                records[name] = record
+    if not taps:
+        raise TargetNotFoundError(
+            f"{type(model).__name__} declares nothing that can be captured",
+            why="neither it nor a sub-model has a _can_record_outputs that fits a "
+            "module",
+            remedy="pass a CaptureSpec, or declare _can_record_outputs on the class",
+        )
+    return CaptureSpec(taps), records
+
+
+def record_spec(model: nn.Module, records: Iterable[str]) -> CaptureSpec:
+    """What a decorated call of ``model`` captures; records without modules left out.
+
+    It says all that the declaration says, and is for this package alone.
+    """
+    taps = {}
+    for record in records:
+        # By path, since a wrapper stands for what it wraps.
+        found = {
+            f.path: f for f in find(model, (record,)) if not (f.nested and f.enclosed)
+        }
+        if found:
+            initial = [p for p, f in found.items() if any(t.initial for t in f.tasks)]
+            taps[record] = Tap(
+                list(found),
+                recorded=Recorded(
+                    elements=tuple(
+                        (path, tuple(task.element for task in f.tasks))
+                        for path, f in found.items()
+                    ),
+                    initial=frozenset(initial),
+                    keeps=record == "hidden_states",
+                    fused=frozenset(path for path, f in found.items() if f.fused),
+                ),
+                initial=bool(initial),
+                attention=Attention() if holds_weights(record) else None,
+                optional=True,
+            )
     return CaptureSpec(taps)
 
 
@@ -73,7 +121,7 @@ def _name(path: str, record: str, taken: dict[str, Tap]) -> str:
     return f"{path.replace('.', '_')}_{record}" if short in taken else short
 
 
-def _tap(path: str, record: str, found: list[Found], select: Any) -> Tap:
+def _tap(path: str, record: str, found: list[Found]) -> Tap:
     tasks = [task for target in found for task in target.tasks]
     indices = sorted({task.element for task in tasks})
     if len(indices) > 1:
@@ -86,7 +134,6 @@ def _tap(path: str, record: str, found: list[Found], select: Any) -> Tap:
     return Tap(
         [f"{prefix}{target.path}" for target in found],
         output=indices[0],
-        select=select,
         initial=any(task.initial for task in tasks),
         optional=True,
     )

@@ -20,6 +20,7 @@ import torch
 from fxcapture.errors import RecordNameError, SpecError, SpecTypeError
 from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
+from fxcapture.spec.recorded import Recorded
 from fxcapture.spec.selector import Selector, import_name, import_object
 
 __all__ = ["CaptureSpec", "Selection", "Tap", "normalise_select"]
@@ -129,6 +130,9 @@ class Tap:
             that is not called yield nothing instead of an error.
         attention: Record the weights of the fused attention call that the module makes,
             see :func:`fxcapture.AttentionWeights`.
+        recorded: For this package alone: what a model's own declaration takes of each
+            module, in place of ``output``; with ``attention``, the weights stand where
+            that is ``None``.
 
     Raises:
         SpecError: a field's value is malformed.
@@ -146,6 +150,7 @@ class Tap:
     device: torch.device | None
     optional: bool
     attention: Attention | None
+    recorded: Recorded | None
 
     def __init__(
         self,
@@ -162,6 +167,7 @@ class Tap:
         device: torch.device | str | int | None = None,
         optional: bool = False,
         attention: Attention | None = None,
+        recorded: Recorded | None = None,
     ) -> None:
         put = object.__setattr__
         if layer_name is None and isinstance(target, Selector):
@@ -207,6 +213,12 @@ class Tap:
                 remedy="use one tap for the weights and one for the value",
             )
         put(self, "attention", attention)
+        if recorded is not None and not isinstance(recorded, Recorded):
+            raise SpecTypeError(
+                f"recorded={recorded!r} is no part of a tap that users make",
+                remedy="leave it out",
+            )
+        put(self, "recorded", recorded)
 
     def with_select(self, select: Any) -> Tap:
         """A copy with other positions."""

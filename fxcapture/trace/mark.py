@@ -9,6 +9,8 @@ Each kind of value has a mark of its own:
 ===================  ===================================================================
 ``begin``            holds nothing: the call begins here (only where its span is asked)
 ``entry``            what the module received, copied when it was entered
+``original``         the same, not copied, with the versions that the tensors had then
+                     (only outside of graphs, where autograd records)
 ``reduced NAME``     the result, as the reduction of the record NAME made it
 ``received NAME``    what the module received, reduced for NAME
 ``weights NAME``     attention weights for NAME, computed while the call ran
@@ -46,6 +48,7 @@ __all__ = [
     "HOOKED",
     "INPUT",
     "MARK",
+    "ORIGINAL",
     "RESULT",
     "Emit",
     "Mark",
@@ -60,6 +63,7 @@ __all__ = [
 
 BEGIN = "begin"
 ENTRY = "entry"
+ORIGINAL = "original"
 RESULT = "result"
 HOOKED = "hooked"
 ENDS = (RESULT, HOOKED)

@@ -36,6 +36,7 @@ from fxcapture.trace.attention import (
 from fxcapture.trace.mark import (
     BEGIN,
     ENTRY,
+    ORIGINAL,
     HOOKED,
     RESULT,
     Emit,
@@ -80,6 +81,7 @@ class Target(NamedTuple):
         entries: Which of them to copy on entry, by position or name.
         requests: The reductions to compute.
         attention: The attention weights to compute, as (record, which part).
+        drops: Keywords that the call is not handed.
     """
 
     path: str
@@ -89,11 +91,12 @@ class Target(NamedTuple):
     entries: tuple[int | str, ...] = ()
     requests: tuple[Request, ...] = ()
     attention: tuple[tuple[str, Attention], ...] = ()
+    drops: tuple[str, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing but the result of ``forward`` is wanted."""
-        extra = self.entries or self.requests or self.attention
+        extra = self.entries or self.requests or self.attention or self.drops
         return self.key == "forward" and not extra
 
 
@@ -135,6 +138,7 @@ def observed(
     reducers: Reducers,
     watched: bool,
     copies: bool = True,
+    originals: bool = False,
 ) -> Any:
     """Call ``original``, and emit all the marks that a target asks for.
 
@@ -148,15 +152,23 @@ def observed(
         reducers: Record name to its reduction.
         watched: Compute attention weights here.
         copies: ``False`` where no record can select what the call receives.
+        originals: Also emit what it receives as it is; where nothing is traced.
     """
-    path, _, key, parameters, entries, requests, attention = target
+    path, _, key, parameters, entries, requests, attention, drops = target
     hooked = key == "_call_impl"
     taken: list[Any] = []
+    received_as_is: list[torch.Tensor] = []
+    versions: list[int] = []
     if entries:
         taken = [argument(parameters, e, args, kwargs) for e in entries]
+        if originals and copies:
+            encode(tuple(taken), received_as_is, [])
+            versions = [_torch.version_of(t) for t in received_as_is]
         if copies:
             # Copied now: the module may write to its input before it returns.
             taken = [copied(a) for a in taken]
+    if drops:
+        kwargs = {k: v for k, v in kwargs.items() if k not in drops}
     if attention and watched:
         calls: list[FusedCall | FlexCall] = []
         with WatchFused(calls):
@@ -183,6 +195,8 @@ def observed(
         if result:
             part = reduced_element(reducers[record], value, output, each)
             made.append((part, reduced(record)))
+    if received_as_is:
+        emit(token, received_as_is, versions, "N", path, ORIGINAL)
     for part, kind in made:
         emit_result(emit, token, part, path, kind)
     emit_result(emit, token, value, path, HOOKED if hooked else RESULT)

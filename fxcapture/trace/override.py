@@ -26,6 +26,9 @@ class Override:
         key: Name of the attribute to override.
         method: A function of the instance; bound here.
         attributes: What to put beside it; ``None`` stands for what was overridden.
+        bind: Binds the method to the instance.
+        below: Receives what was overridden, for methods that do not read it from the
+            instance.
     """
 
     def __init__(
@@ -34,11 +37,14 @@ class Override:
         key: str,
         method: Callable[..., Any],
         attributes: dict[str, Any],
+        bind: Callable[..., Any] = types.MethodType,
+        below: list[Any] | None = None,
     ) -> None:
         self.module = module
         self.key = key
         self._slot = module.__dict__
-        self._wrapper = types.MethodType(method, module)
+        self._wrapper = bind(method, module)
+        self._original = below
         self._attributes = attributes
         self._below: tuple[bool, Any] = (False, None)
         self._wanted = False
@@ -52,6 +58,8 @@ class Override:
         present = self.key in self._slot
         self._below = (present, self._slot.get(self.key))
         original = getattr(self.module, self.key)
+        if self._original is not None:
+            self._original[:] = [original]
         for name, value in self._attributes.items():
             self._slot[name] = original if value is None else value
         self._slot[self.key] = self._wrapper

@@ -29,6 +29,7 @@ __all__ = ["Saved", "Step", "enter", "leave", "restore_left_behind", "steps_to"]
 
 #: What ``enter`` changed: (dictionary, key, whether it was there, what was there).
 Saved = list[tuple[dict[str, Any], str, bool, Any]]
+Asks = Callable[[str], tuple[bool, bool]]
 
 
 def enter(
@@ -38,6 +39,7 @@ def enter(
     reducers: Reducers,
     watched: bool = False,
     into: Saved | None = None,
+    asks: Asks | None = None,
 ) -> Saved:
     """Make each target emit the marks of each of its calls.
 
@@ -49,6 +51,9 @@ def enter(
         watched: Compute attention weights while a call runs, see ``observe``.
         into: Receives what is changed, at once; for callers that are not traced, which
             may be interrupted.
+        asks: By a target's path, which of two kinds of values a record may still select
+            of a call that begins now: what it receives, and attention weights; all,
+            if it is not given.
     """
     saved: Saved = [] if into is None else into
     tensor, result, general = torch.Tensor, RESULT, emit_result
@@ -88,7 +93,7 @@ def enter(
 
                 slot[key] = forward
             else:
-                slot[key] = _override(original, target, emit, reducers, watched)
+                slot[key] = _override(original, target, emit, reducers, watched, asks)
     return saved
 
 
@@ -113,9 +118,13 @@ def _override(
     emit: Emit,
     reducers: Reducers,
     watched: bool,
+    asks: Asks | None,
 ) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return observed(original, args, kwargs, target, None, emit, reducers, watched)
+        copies, weighs = (True, watched) if asks is None else asks(target[0])
+        return observed(
+            original, args, kwargs, target, None, emit, reducers, weighs, copies
+        )
 
     return forward
 

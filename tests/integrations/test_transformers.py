@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.utils import generic, output_capturing
 
 from fxcapture.integrations import transformers as integration
-from fxcapture.modeling.decorators import patching
+from fxcapture.modeling import patching
 from tests.integrations import small_models
 from tests.integrations.small_models import MODELS, VISION, llama, records
 from tests.modeling.toys import assert_same, overrides, picked

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounter
 
 from fxcapture.modeling.decorators import capture_outputs
-from fxcapture.modeling.flags import request
+from fxcapture.spec.flags import request
 from tests.modeling.toys import (
     LAYERS,
     LENGTH,

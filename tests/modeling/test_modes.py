@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
-from fxcapture.modeling.decorators import capture_outputs, dispatch
+from fxcapture.modeling.decorators import capture_outputs
 from tests.modeling.toys import (
     DIM,
     LAYERS,
@@ -33,6 +33,7 @@ from tests.modeling.toys import (
     assert_same,
     config,
     expected,
+    leftovers,
     overrides,
     picked,
 )
@@ -76,7 +77,7 @@ def test_nothing_is_left_on_the_model_and_its_answer_does_not_change(mode: Any) 
     assert torch.equal(full.hidden_states[-1], plain)
     assert {name: set(m.__dict__) for name, m in model.named_modules()} == keys
     assert overrides(model) == []
-    assert not dispatch._installed
+    assert leftovers(model) == []
 
 
 @MODES
@@ -97,7 +98,7 @@ def test_a_forward_that_raises_leaves_nothing_behind(mode: Any) -> None:
     with pytest.raises(Exception, match=r"on purpose|Observed exception"):
         call(X, **BOTH)
     assert overrides(model) == []
-    assert not dispatch._installed
+    assert leftovers(model) == []
     model.fail = False
     assert picked(model(X, output_hidden_states=[1]).hidden_states) == [1]
 
@@ -424,7 +425,7 @@ def test_threads_do_not_see_each_other(compiled_too: bool) -> None:
         sys.setswitchinterval(before)
     assert wrong == []
     assert overrides(model) == []
-    assert not dispatch._installed
+    assert leftovers(model) == []
     assert counter.frame_count == compiled_too, "eager captures recompiled the other"
 
 

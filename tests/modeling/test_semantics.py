@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fxcapture as fxc
-from fxcapture.modeling.collect import by_value
 from fxcapture.modeling.decorators import (
     OutputRecorder,
     capture_outputs,
@@ -628,12 +627,29 @@ def test_dict_models_take_both_records() -> None:
     assert list(output) == ["last_hidden_state", "past", "hidden_states", "attentions"]
 
 
-def test_entries_that_a_module_returned_in_containers_are_copied_too() -> None:
-    x = torch.ones(2)
-    value = (x, [x, {"a": x, "b": "text"}], None)
+class Nested(nn.Module):
+    """Returns one tensor in containers of several kinds."""
 
-    copied = by_value(value)
-    x.zero_()
+    def forward(self, x: torch.Tensor) -> Any:
+        return [x, {"a": x, "b": "text"}, (x, None)]
+
+
+def test_entries_that_a_module_returned_in_containers_are_copied_too() -> None:
+    class Containers(nn.Module):
+        _can_record_outputs = {"parts": Nested}  # noqa: RUF012
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.nested = Nested()
+
+        @capture_outputs
+        def forward(self, x: torch.Tensor, **kwargs: Any) -> Any:
+            x = x * 1.0
+            self.nested(x)
+            x.zero_()
+            return {"x": x}
 
     one = torch.ones(2)
-    assert difference((one, [one, {"a": one, "b": "text"}], None), copied) == ""
+    for call in both(Containers()):
+        [copied] = call(one, output_parts=True)["parts"]
+        assert difference([one, {"a": one, "b": "text"}, (one, None)], copied) == ""

@@ -192,3 +192,14 @@ def overrides(model: nn.Module) -> list[str]:
         if module._forward_hooks or module._forward_pre_hooks:
             left.append(f"{name} hooks")
     return left
+
+
+def leftovers(model: nn.Module) -> list[str]:
+    """What a capture of any kind puts into instances, if it is still there."""
+    return [
+        f"{name}.{key}"
+        for name, module in model.named_modules()
+        for key in module.__dict__
+        if key.startswith("_fxcapture")
+        or (key.endswith("call_impl") and module.__dict__[key] is not None)
+    ]

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from fxcapture.modeling.decorators import OutputRecorder, capture_outputs, patching
+from fxcapture.modeling import patching
+from fxcapture.modeling.decorators import OutputRecorder, capture_outputs
 from fxcapture.modeling.patching import (
     apply_patches,
     clear_patch_mapping,

@@ -30,7 +30,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 from transformers.utils import generic, output_capturing
 
 from fxcapture.integrations import transformers as integration
-from fxcapture.modeling.decorators import decorators as modeling
+from fxcapture.modeling import decorators as modeling
 from fxcapture.modeling.patching import (
     clear_patch_mapping,
     get_patch_mapping,

@@ -22,7 +22,7 @@ import torch
 
 from fxcapture.errors import SpecTypeError
 
-__all__ = ["Request", "flag_name", "request", "spell"]
+__all__ = ["Request", "flag_name", "request", "selections", "spell"]
 
 Request = bool | frozenset[int]
 
@@ -109,3 +109,34 @@ def spell(value: Any, positions: Request) -> Any:
     if isinstance(value, (bool, int, list, tuple)) or isinstance(positions, bool):
         return value if isinstance(value, (int, list, tuple)) else positions
     return tuple(sorted(positions))
+
+
+def selections(
+    records: Mapping[str, str], kwargs: dict[str, Any]
+) -> dict[str, frozenset[int] | None]:
+    """What the flags of a call ask of a captured declared model, as selections.
+
+    Args:
+        records: Record name to the name that it was declared by, which its flag has.
+        kwargs: The call's keywords; flags are taken out, since they would make the
+            model collect for itself, in a trace for each selection.
+
+    Returns:
+        Record name to positions (``None``: every one), where a flag was given.
+
+    Raises:
+        SpecTypeError: a flag's value is no selection.
+    """
+    flags = {name: flag_name(record) for name, record in records.items()}
+    found: dict[str, frozenset[int] | None] = {}
+    for name, flag in flags.items():
+        value = kwargs.get(flag)
+        if value is not None:
+            asked = request(flag, value)
+            if isinstance(asked, bool):
+                found[name] = None if asked else frozenset()
+            else:
+                found[name] = asked
+    for flag in flags.values():
+        kwargs.pop(flag, None)
+    return found

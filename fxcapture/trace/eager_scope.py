@@ -1,0 +1,261 @@
+"""The scope around a call that runs eagerly: overrides out of Dynamo's sight.
+
+Other threads may run, and trace, compiled code of the same modules meanwhile.  An
+override of ``forward`` would show in their guards, and they would compile again; one of
+what a module is *called* through does not: Dynamo goes from the module straight to its
+class's ``forward``.
+
+Terms
+    holder: a call in flight, for which the overrides stand.
+    seat: the module that its caller calls: the outermost wrapper, or the module itself.
+    direct call: ``child.forward(...)``, which does not go through what is overridden
+        here; ``forward`` is overridden for it, unless the model is known to be traced.
+
+Invariants
+    Nothing that is called here is compiled by us.  A module that was compiled by itself
+    is read from outside; where a target stands inside of it, it runs uncompiled.
+    No module is kept alive, and between calls there are no overrides.
+    An exception may come between any two bytecodes: see ``trace.real_scope``.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from fxcapture import _torch
+from fxcapture._torch.dynamo_for_decorators import end_piece
+from fxcapture.trace.observe import Target, observed
+from fxcapture.trace.override import Override
+from fxcapture.trace.real_scope import Holder
+
+__all__ = ["EagerScope", "make_way_for_trace"]
+
+#: Modules that were traced with calls of ours, and the scopes that hold any now.
+_traced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_scopes: weakref.WeakSet[EagerScope] = weakref.WeakSet()
+_lock = threading.RLock()
+
+
+def make_way_for_trace(model: nn.Module) -> None:
+    """Called by a thread that begins to trace ``model``.
+
+    What would show in the trace is taken away; calls under way do without.
+    """
+    with _lock:
+        for module in model.modules():
+            _traced.add(module)
+        for scope in _scopes:
+            scope.hide()
+
+
+@final
+class EagerScope:
+    """The overrides of one spec in one model.
+
+    Args:
+        model: The model; not kept alive.
+        bound: The spec bound to the model's modules, with ``forward`` as every key.
+        current: The call in flight of this thread.
+        owner: What owns the calls that the scope serves.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bound: Any,
+        current: Callable[[], Any],
+        owner: Any,
+    ) -> None:
+        self.bound = bound
+        self._model = weakref.ref(model)
+        self._current = current
+        self._owner = weakref.ref(owner)
+        self._at_trace = _torch.constant(lambda: self._call() is not None)
+        self._holders: list[Holder] = []
+        self._installed: list[Override] = []
+        self._direct: list[Override] = []
+        self._tokens = {t.path: torch.empty(0) for t in bound.targets}
+        self._path_of = {id(token): path for path, token in self._tokens.items()}
+        self._local = threading.local()
+        with _lock:
+            _scopes.add(self)
+
+    def enter(self, holder: Holder) -> None:
+        """Let the overrides stand for a call; its frame is the one that called."""
+        model = self._model()
+        assert model is not None
+        with _lock:
+            if self._holders:
+                self._holders = [h for h in self._holders if h.runs]
+            if not self._holders:
+                self._uninstall()  # what an interrupted call has left
+                for override in self._overrides(model):
+                    self._installed.append(override)
+                    override.install()
+            self._holders.append(holder)
+
+    def leave(self, holder: Holder) -> None:
+        """A call has ended; with the last one, the overrides go."""
+        with _lock:
+            self._holders = [h for h in self._holders if h is not holder]
+            if not self._holders:
+                self._uninstall()
+
+    def hide(self) -> None:
+        """Take away what Dynamo can see."""
+        with _lock:
+            for override in reversed(self._direct):
+                override.remove()
+            self._direct = []
+
+    def path_of_token(self, token: torch.Tensor) -> str | None:
+        """The path of the module that a token stands for; ``None`` if not of ours."""
+        return self._path_of.get(id(token))
+
+    def representative(self, group: str) -> str:
+        """What is said of a path holds for it alone."""
+        return group
+
+    def _uninstall(self) -> None:
+        for override in reversed(self._installed):
+            override.remove()
+        self._installed, self._direct = [], []
+
+    def _overrides(self, model: nn.Module) -> Iterator[Override]:
+        enclosing: dict[int, nn.Module] = {}
+        seats: list[tuple[Target, nn.Module]] = []
+        for target in self.bound.targets:
+            way = _way(model, target.real_path)
+            seat = len(way) - 1
+            while target.real_path[seat - 1 : seat] == ("_orig_mod",):
+                seat -= 1
+            seats.append((target, way[seat]))
+            enclosing.update({id(m): m for m in way[:seat] if _is_compiled(m)})
+        enclosing.pop(id(model), None)
+        for block in enclosing.values():
+            yield self._uncompiled(block)
+        for target, module in seats:
+            in_place = _torch.is_compiled_in_place(module)
+            if in_place and id(module) not in enclosing:
+                yield self._calling(target, module, "_compiled_call_impl")
+            else:
+                yield self._calling(target, module, "_call_impl")
+                if module not in _traced and "_orig_mod" not in module._modules:
+                    direct = self._directly(target, module)
+                    self._direct.append(direct)
+                    yield direct
+
+    def _uncompiled(self, block: nn.Module) -> Override:
+        """The override of a compiled module that runs what it was compiled from."""
+        in_place = _torch.is_compiled_in_place(block)
+        wrapped = None if in_place else block._modules["_orig_mod"]
+        key = "_compiled_call_impl" if in_place else "_call_impl"
+        current = self._call
+        below: list[Any] = []
+
+        def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if current() is None:
+                return below[0](*args, **kwargs)
+            inner = self._call_impl if wrapped is None else wrapped
+            return inner(*args, **kwargs)
+
+        return Override(block, key, call, {}, _torch.out_of_sight, below)
+
+    def _calling(self, target: Target, module: nn.Module, key: str) -> Override:
+        """The override of what a module is called through."""
+        expected, observe = self._expected, self._observing(target)
+        is_hidden = self._is_hidden
+        below: list[Any] = []
+
+        def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and is_hidden():
+                return below[0](*args, **kwargs)
+            # Its forward is about to be called, and is not to be taken twice.
+            awaited = expected()
+            number = len(awaited)
+            awaited.append(self)
+            try:
+                return observe(below[0], args, kwargs)
+            finally:
+                del awaited[number:]
+
+        return Override(module, key, call, {}, _torch.out_of_sight, below)
+
+    def _directly(self, target: Target, module: nn.Module) -> Override:
+        """The override of ``forward``, for calls that go to it directly."""
+        expected, observe = self._expected, self._observing(target)
+        is_hidden = self._is_hidden
+        below: list[Any] = []
+
+        def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_dynamo_compiling() and is_hidden():
+                return below[0](*args, **kwargs)
+            awaited = expected()
+            if awaited and awaited[-1] is self:
+                awaited[-1] = None
+                return below[0](*args, **kwargs)
+            return observe(below[0], args, kwargs)
+
+        return Override(module, "forward", forward, {}, types.MethodType, below)
+
+    def _is_hidden(self) -> bool:
+        """In a trace: whether it is to go by; if not, the graph ends here.
+
+        Another thread traces what the model is made of; or it is code that the model
+        has compiled for itself, traced in this call, of which the rest runs as it is.
+        """
+        if not self._at_trace():
+            return True
+        end_piece()
+        return False
+
+    def _expected(self) -> list[Any]:
+        """The modules of this thread that are called and whose forward is not yet."""
+        found: list[Any] | None = getattr(self._local, "awaited", None)
+        if found is None:
+            found = self._local.awaited = []
+        return found
+
+    def _call(self) -> Any:
+        """This thread's call in flight, if it is one that the scope serves."""
+        call = self._current()
+        return call if call is not None and call.owner is self._owner() else None
+
+    def _observing(self, target: Target) -> Callable[..., Any]:
+        current, token, plain = self._call, self._tokens[target.path], target.is_plain
+        records = self.bound.records_of(target.path)
+
+        def observe(below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            call = current()
+            if call is None:
+                return below(*args, **kwargs)
+            watched = copies = originals = False
+            if not plain:
+                copies = call.wants_entry(records)
+                originals = copies and torch.is_grad_enabled()
+                watched = bool(target.attention) and call.wants_hit(records)
+            take = call.take
+            return observed(
+                below, args, kwargs, target, token, take, {}, watched, copies, originals
+            )
+
+        return observe
+
+
+def _way(model: nn.Module, names: tuple[str, ...]) -> list[nn.Module]:
+    """The modules from the root to the one that the names lead to."""
+    way = [model]
+    for name in names:
+        way.append(way[-1]._modules[name])  # type: ignore[arg-type]
+    return way
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return _torch.is_compiled_in_place(module) or "_orig_mod" in module._modules
