@@ -17,7 +17,16 @@ from fxcapture._torch.compilers import (
     reuses_outputs,
     without_disable,
 )
-from fxcapture._torch.dynamo import constant, is_traced, own_code, recompile_limit
+from fxcapture._torch.dynamo import (
+    constant,
+    is_traced,
+    no_tracing,
+    outside_dynamo,
+    own_code,
+    recompile_limit,
+    skip_untraced,
+    untraced,
+)
 from fxcapture._torch.fakes import fake_mode, is_fake, no_data_errors
 from fxcapture._torch.graphs import (
     copy_node_source,
@@ -91,9 +100,11 @@ __all__ = [
     "make_aten_graph",
     "map_nodes",
     "no_data_errors",
+    "no_tracing",
     "out_of_sight",
     "output_paths",
     "output_spec_with",
+    "outside_dynamo",
     "override_states",
     "own_code",
     "own_pytree_output",
@@ -104,11 +115,13 @@ __all__ = [
     "resolve_backend",
     "reuses_outputs",
     "schemas_of",
+    "skip_untraced",
     "storage_id",
     "surely_equal",
     "trace_on_fake",
     "transform_function",
     "unflatten",
+    "untraced",
     "unwrap_optimized",
     "version_of",
     "while_recomputing",

@@ -5,13 +5,26 @@ Tested on torch 2.13.0 and 2.14.1.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-__all__ = ["constant", "is_traced", "own_code", "recompile_limit"]
+__all__ = [
+    "constant",
+    "end_piece",
+    "is_traced",
+    "no_tracing",
+    "outside_dynamo",
+    "own_code",
+    "recompile_limit",
+    "skip_untraced",
+    "untraced",
+]
 
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,6 +34,12 @@ def constant(function: F) -> F:
     """``torch.compiler.assume_constant_result``, which would import Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def no_tracing() -> contextlib.AbstractContextManager[Any]:
+    """While it is held, no other thread traces anything; this one may."""
+    module = sys.modules.get("torch._dynamo.convert_frame")
+    return contextlib.nullcontext() if module is None else module.compile_lock
 
 
 def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -46,6 +65,22 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     return made
 
 
+_untraced: list[types.CodeType] = []
+
+
+def untraced(function: F) -> F:
+    """Keep Dynamo from compiling the frame of ``function`` by itself.
+
+    What it calls may be compiled, and it may be traced as a part of its caller.  Takes
+    effect with the first trace, so that nothing is imported before.
+    """
+    # By the code object: a mark on the function object, which the public decorators
+    # leave, would keep it from being traced as a part of its caller too.
+    _untraced.append(function.__code__)
+    return function
+
+
+@untraced
 def is_traced() -> bool:
     """Whether the code that asks is being traced.
 
@@ -53,6 +88,9 @@ def is_traced() -> bool:
     while one of them compiles.  Dynamo takes ``is_dynamo_compiling`` for true where it
     traces, and it is false elsewhere; the tracers that run the code for real
     (non-strict export, ``make_fx``) have a dispatch mode on this thread.
+
+    Never compiled by itself, which would make it true: in a frame that Dynamo does not
+    trace, it still compiles what the frame calls.
     """
     if torch.compiler.is_dynamo_compiling():
         return True
@@ -62,6 +100,44 @@ def is_traced() -> bool:
 def recompile_limit() -> int:
     """How often Dynamo compiles a function again, as the user has set it."""
     return int(torch._dynamo.config.recompile_limit)
+
+
+def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``, and let Dynamo compile nothing of it.
+
+    After a graph break Dynamo compiles whatever Python runs next, also the preparation
+    of a capture, which is of no use, of some cost, and guarded on values that change.
+    """
+    if get_eval_frame_callback() is None:
+        return function(*args)
+    if not _disabled_call:
+        disable: Callable[..., Any] = torch.compiler.disable
+        _disabled_call.append(disable(_call))
+    return _disabled_call[0](function, *args)
+
+
+def _call(function: Callable[..., Any], /, *args: Any) -> Any:
+    return function(*args)
+
+
+#: ``_call`` as Dynamo leaves it alone: one for all functions, so that none is kept.
+_disabled_call: list[Callable[..., Any]] = []
+
+untraced(outside_dynamo)
+
+
+def end_piece() -> None:
+    """End the graph that is being traced; called in a trace only."""
+    torch._dynamo.graph_break()  # type: ignore[no-untyped-call]
+
+
+def skip_untraced() -> None:
+    """Make ``untraced`` take effect; called with every trace.
+
+    With every one, since ``torch._dynamo.reset()`` may take it back.
+    """
+    for code in _untraced:
+        torch._dynamo.eval_frame.skip_code(code)
 
 
 def __getattr__(name: str) -> Any:

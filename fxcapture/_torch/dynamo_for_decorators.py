@@ -6,13 +6,12 @@ compiles never loads it.
 
 from __future__ import annotations
 
-import types
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+from fxcapture._torch.dynamo import outside_dynamo, skip_untraced, untraced
 
 __all__ = [
     "begin_collection",
@@ -23,8 +22,6 @@ __all__ = [
     "outside_dynamo",
     "untraced",
 ]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 _SETTING = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 
@@ -55,9 +52,7 @@ def begin_nested() -> bool:
 
     What is counted goes with the trace, also if that is given up.
     """
-    for code in _untraced:
-        # With every trace, since torch._dynamo.reset() may take it back.
-        torch._dynamo.eval_frame.skip_code(code)
+    skip_untraced()
     context = torch._guards.TracingContext.get()
     depth = _depths.get(context, 0)
     _depths[context] = depth + 1
@@ -98,47 +93,3 @@ def _end() -> None:
     _collecting[:] = [f for f in _collecting if f.alive]
     if not _collecting and _before:
         setattr(torch._dynamo.config, _SETTING, _before.pop())
-
-
-_untraced: list[types.CodeType] = []
-
-
-def untraced(function: F) -> F:
-    """Keep Dynamo from compiling the frame of ``function`` by itself.
-
-    What it calls may be compiled, and it may be traced as a part of its caller.  Takes
-    effect with the first trace, so that nothing is imported before.
-    """
-    # By the code object: a mark on the function object, which the public decorators
-    # leave, would keep it from being traced as a part of its caller too.
-    _untraced.append(function.__code__)
-    return function
-
-
-def outside_dynamo(function: Callable[..., Any], *args: Any) -> Any:
-    """Call ``function``, and let Dynamo compile nothing of it.
-
-    After a graph break Dynamo compiles whatever Python runs next, also the preparation
-    of a capture, which is of no use, of some cost, and guarded on values that change.
-    """
-    if get_eval_frame_callback() is None:
-        return function(*args)
-    if not _disabled_call:
-        disable: Callable[..., Any] = torch.compiler.disable
-        _disabled_call.append(disable(_call))
-    return _disabled_call[0](function, *args)
-
-
-def _call(function: Callable[..., Any], /, *args: Any) -> Any:
-    return function(*args)
-
-
-#: ``_call`` as Dynamo leaves it alone: one for all functions, so that none is kept.
-_disabled_call: list[Callable[..., Any]] = []
-
-untraced(outside_dynamo)
-
-
-def end_piece() -> None:
-    """End the graph that is being traced; called in a trace only."""
-    torch._dynamo.graph_break()  # type: ignore[no-untyped-call]

@@ -32,9 +32,9 @@ from typing import Any, final
 
 from fxcapture.modeling import decorators as modeling
 from fxcapture.modeling import patching
-from fxcapture.spec.flags import request
 from fxcapture.modeling.positions import layer_count
 from fxcapture.spec.declaration import CAPTURES
+from fxcapture.spec.flags import request
 
 __all__ = ["Installation", "install", "is_installed", "uninstall"]
 

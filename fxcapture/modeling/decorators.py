@@ -15,11 +15,11 @@ from typing import Any, TypeVar, overload
 from torch import nn
 
 from fxcapture.modeling.call import CONFIG_DEFAULTS, Method, decorated, named_after
-from fxcapture.spec.flags import request
 from fxcapture.modeling.positions import warn_cache
 from fxcapture.runtime.model_outputs import inject_records
 from fxcapture.spec.declaration import OutputRecorder
 from fxcapture.spec.declared_spec import declared_spec
+from fxcapture.spec.flags import request
 
 __all__ = [
     "OutputRecorder",

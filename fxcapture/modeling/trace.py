@@ -27,11 +27,17 @@ from fxcapture._torch.dynamo_for_decorators import (
     end_nested,
     local_of_trace,
 )
-from fxcapture.modeling.positions import Positions, count_selection, positions_of
+from fxcapture.modeling.positions import count_selection, positions_of
 from fxcapture.plan.match import match
 from fxcapture.plan.resolve import canonical_selection
-from fxcapture.runtime.functional import Layout, Shape, layout_of, observe, read
-from fxcapture.runtime.functional import shapes_of
+from fxcapture.runtime.functional import (
+    Layout,
+    Shape,
+    layout_of,
+    observe,
+    read,
+    shapes_of,
+)
 from fxcapture.spec.declaration import declaration, declaring
 from fxcapture.spec.declared_spec import record_spec
 from fxcapture.spec.flags import Request

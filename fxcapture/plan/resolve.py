@@ -232,9 +232,7 @@ def named_leaves_of(
                 continue
             for output in (None,) if entry else _elements(tap, site.path):
                 try:
-                    slot = _slot(
-                        0, site, name, tap, bound, entry=entry, output=output
-                    )
+                    slot = _slot(0, site, name, tap, bound, entry=entry, output=output)
                 except FxCaptureError:
                     # Raised with its text when the run ends, and only if selected.
                     continue

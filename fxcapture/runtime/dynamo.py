@@ -347,6 +347,7 @@ class DynamoProgram:
         running = self.capture.call(selection, inputs)
         call = running.call
         call.break_reason = self.break_reason
+        _torch.skip_untraced()
         try:
             with running:
                 if self.regional:

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from fxcapture import _torch
-from fxcapture._torch.dynamo_for_decorators import end_piece
+from fxcapture._torch.dynamo import end_piece
 from fxcapture.trace.observe import Target, observed
 from fxcapture.trace.override import Override
 from fxcapture.trace.real_scope import Holder

@@ -52,7 +52,6 @@ __all__ = [
     "RESULT",
     "Emit",
     "Mark",
-    "emit",
     "emit_mark",
     "input_named",
     "received",
@@ -159,17 +158,3 @@ torch.fx.node.has_side_effect(MARK)
 
 #: Puts a mark into the graph that is being traced.
 emit_mark: Emit = torch.ops.fxcapture.mark
-
-
-def emit(*fields: Any) -> None:
-    """Put a mark into the trace, or hand it to the call in flight where there is none.
-
-    Asked when the value is there and not before: Dynamo may trace a call's beginning,
-    give up, and run the rest as it is.
-    """
-    if _torch.is_traced():
-        emit_mark(*fields)
-    else:
-        take = receiver.get()
-        if take is not None:
-            take(*fields)

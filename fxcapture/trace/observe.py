@@ -36,11 +36,13 @@ from fxcapture.trace.attention import (
 from fxcapture.trace.mark import (
     BEGIN,
     ENTRY,
-    ORIGINAL,
     HOOKED,
+    ORIGINAL,
     RESULT,
     Emit,
+    emit_mark,
     received,
+    receiver,
     reduced,
     weights,
 )
@@ -115,6 +117,7 @@ def override_keys(module: nn.Module) -> tuple[str, ...]:
     return ("forward",)
 
 
+@_torch.untraced
 def emit_result(
     emit: Emit, token: torch.Tensor | None, value: Any, path: str, kind: str
 ) -> None:
@@ -134,7 +137,7 @@ def observed(
     kwargs: dict[str, Any],
     target: Target,
     token: torch.Tensor | None,
-    emit: Emit,
+    emit: Emit | None,
     reducers: Reducers,
     watched: bool,
     copies: bool = True,
@@ -148,7 +151,8 @@ def observed(
         kwargs: Keyword arguments of the call.
         target: How the module is tapped.
         token: Stands for the module where the override serves several.
-        emit: Takes the marks.
+        emit: Takes the marks; ``None``: the trace that this runs in, or where there is
+            none, the call in flight.
         reducers: Record name to its reduction.
         watched: Compute attention weights here.
         copies: ``False`` where no record can select what the call receives.
@@ -174,8 +178,8 @@ def observed(
         with WatchFused(calls):
             value = original(*args, **kwargs)
     else:
-        if attention:
-            emit(token, [], [], "N", path, BEGIN)
+        if attention and (emit is not None or _torch.is_traced()):
+            (emit or emit_mark)(token, [], [], "N", path, BEGIN)
         value = original(*args, **kwargs)
     # All is made before the first mark is emitted: a reduction may raise.
     made: list[tuple[Any, str]] = []
@@ -195,9 +199,26 @@ def observed(
         if result:
             part = reduced_element(reducers[record], value, output, each)
             made.append((part, reduced(record)))
-    if received_as_is:
+    if received_as_is and emit is not None:
         emit(token, received_as_is, versions, "N", path, ORIGINAL)
+    made.append((value, HOOKED if hooked else RESULT))
+    if emit is None:
+        # Asked here and not before: Dynamo may have traced the beginning of the call,
+        # given up, and run the rest as it is.  All marks of a call go one way.
+        if not _torch.is_traced():
+            _torch.outside_dynamo(_hand_over, token, path, made)
+            return value
+        emit = emit_mark
     for part, kind in made:
         emit_result(emit, token, part, path, kind)
-    emit_result(emit, token, value, path, HOOKED if hooked else RESULT)
     return value
+
+
+def _hand_over(
+    token: torch.Tensor | None, path: str, made: list[tuple[Any, str]]
+) -> None:
+    """Hand the marks of a call to the call in flight."""
+    take = receiver.get()
+    if take is not None:
+        for part, kind in made:
+            emit_result(take, token, part, path, kind)

@@ -41,7 +41,6 @@ from torch import nn
 from fxcapture import _torch
 from fxcapture.reductions import Reducers
 from fxcapture.spec.selector import ModuleTable, Selector
-from fxcapture.trace.mark import emit
 from fxcapture.trace.observe import Target, find, observed
 from fxcapture.trace.override import Override
 
@@ -239,7 +238,7 @@ class RealScope:
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             below: Callable[..., Any]
-            if not _torch.is_traced() and not in_flight():
+            if not _torch.is_traced() and not _torch.outside_dynamo(in_flight):
                 below = getattr(self, original)
                 return below(*args, **kwargs)
             if wrapped is not None:
@@ -309,15 +308,15 @@ class RealScope:
                 if not at_trace():
                     return inner(*args, **kwargs)
                 return observed(
-                    inner, args, kwargs, target, own, emit, reducers, watched
+                    inner, args, kwargs, target, own, None, reducers, watched
                 )
-            if not in_flight():
+            if not _torch.outside_dynamo(in_flight):
                 return inner(*args, **kwargs)
-            copies = takes and asks(own)
+            copies = takes and _torch.outside_dynamo(asks, own)
             if runs is not None:
                 inner = functools.partial(runs, type(self), inner)
             return observed(
-                inner, args, kwargs, target, own, emit, reducers, True, copies
+                inner, args, kwargs, target, own, None, reducers, True, copies
             )
 
         return forward
