@@ -31,8 +31,8 @@ from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import leaves_of, resolve
 from fxcapture.plan.sites import Site, SiteTable, group_marks, pair_hooked, site_of
 from fxcapture.runtime.call import Call, Observation, call_in_flight
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
-from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import Mark, receiver
 from fxcapture.trace.real_scope import Holder, RealScope, RunRegion, hold_by

@@ -12,8 +12,9 @@ from typing import Any
 from torch import nn
 
 from fxcapture.errors import SpecError, TargetNotFoundError
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declaration import Found, declaration, find, sub_models
-from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.spec.tap import Tap
 
 __all__ = ["declared_spec"]
 
