@@ -33,7 +33,7 @@ from fxcapture.runtime.captured_module import CapturedModule as CapturedModule
 from fxcapture.runtime.captured_module import compile as compile
 from fxcapture.runtime.functional import functional as functional
 from fxcapture.spec.attention_tap import AttentionWeights as AttentionWeights
-from fxcapture.spec.tap import CaptureSpec as CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec as CaptureSpec
 from fxcapture.spec.tap import Tap as Tap
 from fxcapture.testing import Verification as Verification
 from fxcapture.testing import verify as verify

@@ -21,7 +21,7 @@ from fxcapture.plan.match import match
 from fxcapture.plan.plan import Plan
 from fxcapture.plan.resolve import canonical_selection, resolve
 from fxcapture.plan.sites import Site, SiteTable, Value
-from fxcapture.trace.structure import encode
+from fxcapture.trace.structure_text import encode
 from tests.models import Attention, encoder
 
 MODEL = nn.Sequential(*[nn.Identity() for _ in range(3)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +17,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 
-from fxcapture.errors import SpecTypeError, TargetNotFoundError
-from fxcapture.spec.selector import ModuleTable, Selector
+from fxcapture import CaptureSpec
+from fxcapture.errors import NeverCalledError, SpecTypeError, TargetNotFoundError
+from fxcapture.plan.match import match
+from fxcapture.spec.globs import escape
+from fxcapture.spec.module_table import ModuleTable
+from fxcapture.spec.selector import Selector
 from tests.models import Attention, Layer, encoder, mlp
 
 
@@ -244,6 +249,76 @@ def test_a_list_is_the_union_in_module_order(
 
     order = [name for name, _ in model.named_modules()]
     assert list(found) == [p for p in order if p in set().union(*each)]
+
+
+# --------------------------------------------------------------------------------------
+# Names that look like something else
+# --------------------------------------------------------------------------------------
+
+ODD = ["re:x", "x", "l*", "l1", "a[0]", "a0", "b?", "b1", "c::d", "e\\f", " g"]
+
+
+def odd() -> nn.Module:
+    return nn.ModuleDict({name: nn.ModuleDict({"in": nn.Identity()}) for name in ODD})
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_every_name_can_be_escaped(name: str) -> None:
+    assert matched(escape(name), odd()) == [name]
+    assert matched(escape(f"{name}.in"), odd()) == [f"{name}.in"]
+    assert matched(escape(name) + ".*", odd()) == [f"{name}.in"]
+
+
+@given(st.text(st.sampled_from("re:*?[]!\\a 1"), min_size=1, max_size=6))
+def test_an_escaped_name_matches_itself_alone(name: str) -> None:
+    model = nn.Module()
+    for other in {name, "a", "re:a", "*", "aa", "1"}:
+        model.add_module(other, nn.Identity())
+
+    assert matched(escape(name), model) == [name]
+
+
+@pytest.mark.parametrize(
+    ("target", "wanted"),
+    [
+        (r"re\:x", ["re:x"]),
+        (r"\re:x", ["re:x"]),
+        ("re:x", ["x"]),
+        (r"l\*", ["l*"]),
+        ("l?", ["l*", "l1"]),
+        (r"l\*.*", ["l*.in"]),
+        ("a[[]0]", ["a[0]"]),
+        (r"[l\\]\*", ["l*"]),
+        (r"c\:\:d", ["c::d"]),
+        (r"\ g", [" g"]),
+    ],
+)
+def test_a_backslash_takes_the_next_character_as_it_is(target, wanted) -> None:
+    assert matched(target, odd()) == wanted
+
+
+def test_a_name_that_was_read_otherwise_is_shown_with_its_escape() -> None:
+    model = nn.ModuleDict({"re:block": nn.Identity(), "x*": nn.Identity()})
+
+    with pytest.raises(TargetNotFoundError) as caught:
+        matched("re:block", model)
+    assert caught.value.nearest[0] == r"'re\\:block' (Identity)"
+    assert r"a backslash takes a character of a module's name" in caught.value.remedy
+    assert matched(r"re\:block", model) == ["re:block"]
+
+
+def test_a_container_that_was_named_by_its_escape_is_an_error() -> None:
+    model = nn.Sequential(OrderedDict({"l*": nn.ModuleList([nn.Identity()])}))
+
+    with pytest.raises(NeverCalledError, match="a ModuleList is a container"):
+        match(CaptureSpec({"h": r"l\*"}), model)
+
+
+def test_a_glob_takes_no_time_that_grows_with_its_stars() -> None:
+    model = tree([".".join("a" * 40)])
+
+    selector = Selector.of(".".join(["**", "a"] * 30 + ["b"]))
+    assert selector.match(ModuleTable(model), optional=True) == ()
 
 
 def test_a_child_that_is_none_is_no_module() -> None:

@@ -11,14 +11,20 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import fxcapture as fxc
 from fxcapture.errors import ElementError, UnsupportedOutputError
-from fxcapture.trace.structure import encode, parse
+from fxcapture.trace.structure_text import encode, parse
 from tests.reference import assert_same
 
 
 class Colour(enum.Enum):
     RED = 1
+
+
+class Letter(enum.StrEnum):
+    A = "a"
 
 
 class Point(NamedTuple):
@@ -65,7 +71,16 @@ leaves = (
     | st.sampled_from([Colour.RED, torch.float16, torch.device("cpu")])
     | st.integers(0, 9).map(lambda n: torch.full((2,), n))
 )
-keys = st.text(max_size=5) | st.integers(-5, 5) | st.tuples(st.integers(0, 3))
+odd_keys = st.sampled_from(
+    [Colour.RED, Letter.A, torch.float16, torch.device("cpu"), 1.5, float("inf"), b"x",
+     frozenset([1]), int, Ellipsis, True, None, ((), (Colour.RED, "a")), ("a:,)",)]
+)  # fmt: skip
+keys = (
+    st.text(max_size=5)
+    | st.integers(-5, 5)
+    | st.tuples(st.integers(0, 3) | odd_keys)
+    | odd_keys
+)
 values = st.recursive(
     leaves,
     lambda inner: (
@@ -241,3 +256,59 @@ def test_elements_by_position_key_and_field(value, name, wanted) -> None:
 def test_an_element_that_does_not_exist_is_an_error(value: Any, name: Any) -> None:
     with pytest.raises(ElementError, match=f"output={name!r} does not exist"):
         element_of(value, name)
+
+
+# --------------------------------------------------------------------------------------
+# Keys that are no literals
+# --------------------------------------------------------------------------------------
+
+
+class Keyed(nn.Module):
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.key = key
+
+    def forward(self, x):
+        return {self.key: x + 1, "other": x}
+
+
+class Broken(nn.Module):
+    def __init__(self, key: Any, breaks: bool) -> None:
+        super().__init__()
+        self.keyed = Keyed(key)
+        self.breaks = breaks
+
+    def forward(self, x):
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.keyed(x)["other"] * 2
+
+
+KEYS = [Colour.RED, Letter.A, torch.float32, torch.device("cpu"), float("inf")]
+KEYS += [(1, Colour.RED), frozenset([1]), Point(1, "a"), int, Frozen(1), Ellipsis]
+
+
+@pytest.mark.parametrize("key", KEYS, ids=str)
+def test_any_key_is_recorded_in_every_way(key: Any) -> None:
+    x = torch.ones(2)
+    spec = {"d": fxc.Tap("keyed")}
+    model = Broken(key, False)
+    function, params, buffers = fxc.functional(model, spec)
+    ways = [
+        fxc.compile(model, spec, backend="eager", fullgraph=True),
+        fxc.compile(Broken(key, True), spec, backend="eager"),
+        fxc.export(model, (x,), spec=spec),
+        lambda x: function(params, buffers, x),
+    ]
+    for captured in ways:
+        found = captured(x).records["d"][0]
+
+        assert list(found) == [key, "other"]
+        assert type(next(iter(found))) is type(key)
+        assert torch.equal(found[key], x + 1)
+    torch._dynamo.reset()
+
+
+def test_a_tensor_is_no_key() -> None:
+    with pytest.raises(UnsupportedOutputError, match="a tensor as a key"):
+        round_trip({torch.ones(2): 1})

@@ -35,7 +35,7 @@ from fxcapture.cli.report import (
 from fxcapture.cli.specs import load_spec
 from fxcapture.cli.values import UsageError
 from fxcapture.errors import nearest
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 
 __all__ = ["app"]
 
@@ -67,7 +67,7 @@ def _load(call: ModelOptions, *, meta: bool = False) -> Loaded:
 
 
 def _spec(what: SpecOptions) -> CaptureSpec:
-    return load_spec(what.spec, what.taps or ())
+    return load_spec(what.spec, what.taps or (), what.trust or ())
 
 
 def _check_backend(name: str) -> None:

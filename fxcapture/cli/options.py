@@ -92,6 +92,13 @@ class SpecOptions:
             r"be select=\[0,-2] or initial",
         ),
     ] = None
+    trust: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trust",
+            help="package or module whose code the spec's file may name; runs it",
+        ),
+    ] = None
 
 
 _GROUPS = (ModelOptions, SpecOptions)

@@ -1,4 +1,9 @@
-"""The spec that a command line or a file spells out."""
+"""The spec that a command line or a file spells out.
+
+Invariants
+    A file imports nothing but what ``--trust`` names.  What ``--tap`` names is trusted:
+    it stands on the command line, as the model's factory does.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +15,23 @@ from typing import Any
 import torch
 
 from fxcapture.cli.values import UsageError, read_file, scalar, split_outside_brackets
-from fxcapture.errors import nearest
-from fxcapture.spec.selector import import_object
-from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.errors import SpecError, nearest
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.stored import Trust, trusting
+from fxcapture.spec.tap import Tap
 
 __all__ = ["load_spec", "parse_tap"]
 
 
-def load_spec(file: Path | None, taps: Sequence[str]) -> CaptureSpec:
+def load_spec(
+    file: Path | None, taps: Sequence[str], trust: Sequence[str] = ()
+) -> CaptureSpec:
     """A spec from a file, from ``--tap`` options, or both together.
+
+    Args:
+        file: A JSON or YAML file.
+        taps: Texts of ``--tap``.
+        trust: Modules whose objects the file may name.
 
     Raises:
         UsageError: there is none, or a text is no valid tap.
@@ -26,7 +39,7 @@ def load_spec(file: Path | None, taps: Sequence[str]) -> CaptureSpec:
     """
     pairs: list[tuple[str, Tap]] = []
     if file is not None:
-        pairs += _spec_of(read_file(file), str(file))
+        pairs += _spec_of(read_file(file), str(file), _trusting(trust))
     pairs += [parse_tap(text) for text in taps]
     if not pairs:
         raise UsageError(
@@ -36,7 +49,16 @@ def load_spec(file: Path | None, taps: Sequence[str]) -> CaptureSpec:
     return CaptureSpec(pairs)
 
 
-def _spec_of(data: Any, where: str) -> Iterator[tuple[str, Tap]]:
+def _trusting(trust: Sequence[str]) -> Trust:
+    try:
+        return trusting(trust)
+    except SpecError as error:
+        raise UsageError(
+            f"--trust names no module: {error.why}", "write --trust package.module"
+        ) from error
+
+
+def _spec_of(data: Any, where: str, trust: Trust) -> Iterator[tuple[str, Tap]]:
     """The taps of a stored spec, or of a plain mapping of name to target or fields."""
     if isinstance(data, Mapping) and "taps" in data:
         data = data["taps"]
@@ -52,11 +74,13 @@ def _spec_of(data: Any, where: str) -> Iterator[tuple[str, Tap]]:
                 f"{where}: record {name!r} has no target",
                 "write {target: model.layers.*, output: 0, select: [0, -2]}",
             )
-        yield name, _tap(dict(fields), f"{where}: record {name!r}")
+        yield name, _tap(dict(fields), f"{where}: record {name!r}", trust)
 
 
 _FLAGS = ("initial", "detach", "optional")
 _FIELDS = ("output", "select", "layer_name", "point", "reduce", "dtype", "device")
+#: ``package.module:name``, and neither a regular expression nor an escaped colon.
+_NAMES_AN_OBJECT = re.compile(r"(?!re:)[^\\:]*:(?!:)")
 #: Fields that ``CaptureSpec.to_json`` writes and that nobody writes by hand.
 _STORED = ("attention",)
 
@@ -92,7 +116,7 @@ def parse_tap(text: str) -> tuple[str, Tap]:
             )
         else:
             raise _no_field(key, f"--tap {text!r}")
-    return name.strip(), _tap(fields, f"--tap {text!r}")
+    return name.strip(), _tap(fields, f"--tap {text!r}", None)
 
 
 def _no_field(key: str, where: str) -> UsageError:
@@ -103,14 +127,14 @@ def _no_field(key: str, where: str) -> UsageError:
     )
 
 
-def _tap(fields: dict[str, Any], where: str) -> Tap:
-    """A tap of fields as people write them."""
+def _tap(fields: dict[str, Any], where: str, trust: Trust | None) -> Tap:
+    """A tap of fields as people write them; without ``trust``, all it names is."""
     for key in fields:
         if key not in ("target", *_FIELDS, *_FLAGS, *_STORED):
             raise _no_field(key, where)
     target = fields["target"]
     targets = target if isinstance(target, list) else [target]
-    fields["target"] = [_target(t, where) for t in targets]
+    fields["target"] = [_target(t, where, trust) for t in targets]
     select = fields.get("select")
     if isinstance(select, str) and re.fullmatch(r"-?\d*(:-?\d*){1,2}", select):
         bounds = [int(b) if b else None for b in select.split(":")]
@@ -120,7 +144,9 @@ def _tap(fields: dict[str, Any], where: str) -> Tap:
     if fields.get("dtype") is not None:
         fields["dtype"] = _dtype(fields["dtype"], where)
     try:
-        return Tap.from_json(fields)
+        named = [fields.get("reduce"), *fields["target"]] if trust is None else []
+        told = [n["object"].partition(":")[0] for n in named if isinstance(n, Mapping)]
+        return Tap.from_json(fields, trust or told)
     except Exception as error:
         raise UsageError(f"{where}: {error}") from error
 
@@ -144,19 +170,20 @@ def _targets(text: str) -> Any:
     return text
 
 
-def _target(target: Any, where: str) -> Any:
+def _target(target: Any, where: str, trust: Trust | None) -> Any:
     if not isinstance(target, (str, Mapping)):
         raise UsageError(
             f"{where}: target {target!r} is of type {type(target).__name__}",
             "write a path, a glob, a class name, or a list of these",
         )
-    if isinstance(target, str) and ":" in target and not target.startswith("re:"):
+    if not isinstance(target, str) or not _NAMES_AN_OBJECT.match(target):
+        return target
+    if trust is None:
         try:
-            import_object(target)
+            Trust((target.partition(":")[0],)).load(target)
         except Exception as error:
             raise UsageError(
                 f"{where}: target {target!r} cannot be imported: {error}",
                 "write package.module:Class, a path, a glob or a class name",
             ) from error
-        return {"object": target}
-    return target
+    return {"object": target}

@@ -16,7 +16,7 @@ from fxcapture.cli.inputs import Loaded
 from fxcapture.cli.report import console, working
 from fxcapture.exporting.program import CapturedProgram
 from fxcapture.inspect.estimate import Estimate, estimate, format_bytes
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.testing import Verification
 
 __all__ = [

@@ -40,9 +40,11 @@ def read_file(path: Path) -> Any:
             place = f" in line {mark.line + 1}" if mark else ""
             reason = getattr(error, "problem", None) or str(error)
             raise UsageError(f"{path} is not YAML{place}: {reason}") from error
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path} is not YAML: {error}") from error
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(
             f"{path} is not JSON: {error}", "name the file .yaml if it is YAML"
         ) from error

@@ -46,7 +46,7 @@ from fxcapture.plan.inputs import Place, find_places, read_inputs
 from fxcapture.plan.match import reducers_of
 from fxcapture.plan.plan import Plan
 from fxcapture.reductions import Reducers
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import emit_mark
 from fxcapture.trace.observe import Target
 from fxcapture.trace.scope import Saved, enter, leave, steps_to

@@ -2,31 +2,26 @@
 
 Terms
     layout: which named output of a program feeds which slot of which record.
-    stand-in: what a value is built as where its class is not loaded: a plain ``dict``
-        for a dictionary class, a named tuple with the same fields for a dataclass or a
-        named tuple.
 
 Invariants
-    Reading a manifest imports nothing.  A class is used where its module is loaded
-    already, otherwise its stand-in is, so that a program runs without its model's code.
+    A program runs without its model's code: reading a manifest imports nothing unless
+    it is trusted.  What is read is checked whole: every leaf of a structure has its
+    output.
 """
 
 from __future__ import annotations
 
-import ast
-import collections
 import dataclasses
-import enum
 import json
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-import torch
-
 from fxcapture.errors import CaptureError
+from fxcapture.exporting.stored_structure import structure_from_json, structure_to_json
 from fxcapture.plan.records import Records
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.documents import Reader, read_document, shorten
+from fxcapture.spec.stored import Trust, trusting
 from fxcapture.trace.structure import Structure
 
 __all__ = ["Manifest", "OutputInfo", "RecordLayout", "SlotLayout"]
@@ -113,7 +108,20 @@ class Manifest:
     versions: tuple[tuple[str, str], ...]
 
     def read(self, values: Mapping[str, Any]) -> Records:
-        """Records of a run, from the values of the added outputs by name."""
+        """Records of a run, from the values of the added outputs by name.
+
+        Raises:
+            CaptureError: an output has no value.
+        """
+        names = [o.name for o in self.outputs]
+        given = values if isinstance(values, Mapping) else {}
+        if missing := [name for name in names if name not in given]:
+            raise CaptureError(
+                f"the output {missing[0]!r} has no value",
+                why="records are made of the values of all added outputs",
+                remedy="pass what the program returned, under the names of "
+                "manifest.outputs",
+            )
         cut = {o.name: values[o.name].detach() for o in self.outputs if o.detach}
         values = {**values, **cut}
         return Records(
@@ -124,11 +132,24 @@ class Manifest:
             {record.name: record.paths for record in self.records},
         )
 
-    def load_spec(self) -> CaptureSpec:
-        """The spec; imports the classes that it names.
+    def describes(self, out_spec: Any) -> bool:
+        """Whether a program of this output pytree returns what is said here."""
+        added = out_spec
+        if self.keep_output:
+            parts = out_spec.children()
+            added = parts[1] if len(parts) == 2 else out_spec
+        names = {output.name for output in self.outputs}
+        return added.type is dict and set(added.context) == names
+
+    def load_spec(self, trust: Iterable[str] | Trust = ()) -> CaptureSpec:
+        """The spec.
+
+        Args:
+            trust: As for :meth:`CaptureSpec.from_json`.
 
         Raises:
             CaptureError: the spec could not be stored.
+            SpecError: it is malformed, or names an object that is not trusted.
         """
         if self.spec is None:
             raise CaptureError(
@@ -136,7 +157,7 @@ class Manifest:
                 why="it holds an object that cannot be imported by name",
                 remedy="use paths, importable classes and importable functions",
             )
-        return CaptureSpec.from_json(self.spec)
+        return CaptureSpec.from_json(self.spec, trust)
 
     def to_json(self) -> str:
         """The manifest as a JSON document."""
@@ -161,160 +182,110 @@ class Manifest:
         )
 
     @staticmethod
-    def from_json(text: str) -> Manifest:
+    def from_json(text: str, trust: Iterable[str] | Trust = ()) -> Manifest:
         """The manifest that :meth:`to_json` wrote.
+
+        Args:
+            text: The document.
+            trust: Modules whose container classes are imported if need be.
 
         Raises:
             CaptureError: the text is not such a document.
         """
-        try:
-            data = json.loads(text)
-            found = data["format"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        what = "the program's manifest cannot be read"
+        data = read_document(text, what, CaptureError, "export the model again")
+        if "format" not in data.data:
+            data.get("format", int)
+        found = data.data["format"]
+        if type(found) is not int or found != _FORMAT:
             raise CaptureError(
-                "the program's manifest cannot be read",
-                why=f"{type(error).__name__}: {error}",
-                remedy="export the model again",
-            ) from error
-        if found != _FORMAT:
-            raise CaptureError(
-                f"the program's manifest has format {found!r}",
+                f"the program's manifest has format {shorten(found)}",
                 why=f"this version of fxcapture reads format {_FORMAT}",
                 remedy="use the version that wrote it, or export the model again",
             )
-        spec = data["spec"]
+        data.only("format", *(field.name for field in dataclasses.fields(Manifest)))
+        spec = data.data.get("spec") if "spec" in data.data else data.get("spec", dict)
+        versions = data.get("versions", dict)
+        outputs = tuple(map(_output_from_json, data.each("outputs")))
+        names = {output.name for output in outputs}
+        trusted = trusting(trust)
         return Manifest(
-            spec=None if spec is None else json.dumps(spec),
-            spec_text=data["spec_text"],
-            keep_output=data["keep_output"],
-            outputs=tuple(
-                OutputInfo(**{**o, "shape": tuple(o["shape"])}) for o in data["outputs"]
-            ),
+            spec=None if spec is None else json.dumps(data.check("spec", spec, dict)),
+            spec_text=data.get("spec_text", str),
+            keep_output=data.get("keep_output", bool),
+            outputs=outputs,
             records=tuple(
-                RecordLayout(
-                    name=r["name"],
-                    paths=tuple(r["paths"]),
-                    slots=tuple(s and _slot_from_json(s) for s in r["slots"]),
-                )
-                for r in data["records"]
+                _record_from_json(record, names, trusted)
+                for record in data.each("records")
             ),
-            versions=tuple(data["versions"].items()),
+            versions=tuple(
+                (name, data.check("versions", version, str))
+                for name, version in versions.items()
+            ),
         )
+
+
+def _output_from_json(data: Reader) -> OutputInfo:
+    data.only("name", "dtype", "shape", "detach")
+    for size in (shape := data.get("shape", list)):
+        if type(size) not in (int, str):
+            data.wrong("shape", shape, "integers, and symbolic sizes as strings")
+    return OutputInfo(
+        name=data.get("name", str),
+        dtype=data.get("dtype", str),
+        shape=tuple(shape),
+        detach=data.get("detach", bool) if "detach" in data.data else False,
+    )
+
+
+def _record_from_json(data: Reader, names: set[str], trust: Trust) -> RecordLayout:
+    data.only("name", "paths", "slots")
+    slots = data.get("slots", list)
+    return RecordLayout(
+        name=data.get("name", str),
+        paths=tuple(data.check("paths", p, str) for p in data.get("paths", list)),
+        slots=tuple(
+            None
+            if slot is None
+            else _slot_from_json(data.inside(f"slots[{i}]", slot), names, trust)
+            for i, slot in enumerate(slots)
+        ),
+    )
 
 
 def _slot_to_json(slot: SlotLayout) -> dict[str, Any]:
     return {
-        "structure": _structure_to_json(slot.structure),
+        "structure": structure_to_json(slot.structure),
         "tensors": slot.tensors,
         "sizes": slot.sizes,
     }
 
 
-def _slot_from_json(data: Mapping[str, Any]) -> SlotLayout:
-    return SlotLayout(
-        structure=_structure_from_json(data["structure"]),
-        tensors=tuple((i, name) for i, name in data["tensors"]),
-        sizes=tuple((i, size) for i, size in data["sizes"]),
-    )
+def _slot_from_json(data: Reader, names: set[str], trust: Trust) -> SlotLayout:
+    data.only("structure", "tensors", "sizes")
+    stored = data.inside("structure", data.get("structure", dict))
+    structure = structure_from_json(stored, trust)
+    tensors = tuple(_leaf(data, "tensors", pair) for pair in data.get("tensors", list))
+    sizes = tuple(_leaf(data, "sizes", pair) for pair in data.get("sizes", list))
+    for field, kind, leaves in (
+        ("tensors", "tensor", tensors),
+        ("sizes", "int", sizes),
+    ):
+        known = {index for index, _ in leaves}
+        if missing := [i for i in structure.leaves(kind) if i not in known]:
+            data.fail(f"field {data.at(field)!r} says nothing of leaf {missing[0]}")
+        for _, source in leaves:
+            if source not in names and (field == "tensors" or type(source) is not int):
+                data.wrong(field, source, "the name of an output of the program")
+    return SlotLayout(structure=structure, tensors=tensors, sizes=sizes)
 
 
-# --------------------------------------------------------------------------------------
-# Structures
-# --------------------------------------------------------------------------------------
-
-
-def _structure_to_json(structure: Structure) -> dict[str, Any]:
-    out: dict[str, Any] = {"kind": structure.kind}
-    if structure.cls is not None:
-        out["class"] = f"{structure.cls.__module__}:{structure.cls.__qualname__}"
-        out["fields"] = list(getattr(structure.cls, "_fields", ()))
-    if structure.keys:
-        out["keys"] = [repr(key) for key in structure.keys]
-    if structure.children:
-        out["children"] = [_structure_to_json(c) for c in structure.children]
-    if structure.index >= 0:
-        out["index"] = structure.index
-    if structure.kind == "const":
-        out["value"] = _constant_to_json(structure.value)
-    return out
-
-
-def _structure_from_json(data: Mapping[str, Any]) -> Structure:
-    kind = data["kind"]
-    children = tuple(_structure_from_json(c) for c in data.get("children", ()))
-    keys = tuple(ast.literal_eval(key) for key in data.get("keys", ()))
-    cls: type | None = None
-    if "class" in data:
-        cls = _loaded_class(data["class"], kind)
-    if cls is None and kind in ("sequence", "dict", "dataclass"):
-        name = data["class"].rpartition(":")[2].rpartition(".")[2]
-        kind, cls, keys = _stand_in(kind, name, data["fields"], keys)
-    return Structure(
-        kind,
-        cls=cls,
-        keys=keys,
-        children=children,
-        index=data.get("index", -1),
-        value=_constant_from_json(data.get("value")),
-    )
-
-
-def _loaded_class(name: str, kind: str) -> type | None:
-    """The class of a container if its module is loaded and it still is one."""
-    obj = _loaded(name)
-    if not isinstance(obj, type):
-        return None
-    fits = {
-        "sequence": issubclass(obj, (tuple, list)),
-        "dict": issubclass(obj, dict),
-        "dataclass": dataclasses.is_dataclass(obj),
-    }
-    return obj if fits.get(kind) else None
-
-
-def _loaded(name: str) -> Any:
-    module, _, qualname = name.partition(":")
-    obj: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        obj = getattr(obj, part, None)
-    return obj
-
-
-def _stand_in(
-    kind: str, name: str, fields: Sequence[str], keys: tuple[Any, ...]
-) -> tuple[str, type, tuple[Any, ...]]:
-    if kind == "dict":
-        return "dict", dict, keys
-    names = list(keys) if kind == "dataclass" else list(fields)
-    if not names:
-        return "sequence", tuple, ()
-    # rename: a field of a class in another process may not be a valid name here.
-    return "sequence", collections.namedtuple(name, names, rename=True), ()  # type: ignore[misc]
-
-
-def _constant_to_json(value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        cls = type(value)
-        return {
-            "enum": f"{cls.__module__}:{cls.__qualname__}",
-            "member": value.name,
-            "value": value.value if isinstance(value.value, (int, str)) else None,
-        }
-    if isinstance(value, torch.dtype):
-        return {"dtype": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        return {"device": str(value)}
-    return value
-
-
-def _constant_from_json(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if "dtype" in value:
-        return getattr(torch, value["dtype"])
-    if "device" in value:
-        return torch.device(value["device"])
-    cls = _loaded(value["enum"])
-    if isinstance(cls, type) and issubclass(cls, enum.Enum):
-        return cls[value["member"]]
-    return value["member"] if value["value"] is None else value["value"]
+def _leaf(data: Reader, field: str, pair: Any) -> tuple[int, Any]:
+    if (
+        not isinstance(pair, list)
+        or len(pair) != 2
+        or type(pair[0]) is not int
+        or type(pair[1]) not in (int, str)
+    ):
+        data.wrong(field, pair, "a leaf's number and its output")
+    return pair[0], pair[1]

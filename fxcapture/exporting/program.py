@@ -7,14 +7,15 @@ Terms
 
 Invariants
     Loading and running a program or a package needs torch and this package only: the
-    model's code is not imported, and neither is any library that it came from.
+    model's code is not imported, and neither is any library that it came from, unless
+    the caller trusts it.  What torch itself does with a file is torch's.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -26,13 +27,15 @@ import fxcapture
 from fxcapture import _torch, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.exporting import front_end as frontend
+from fxcapture.exporting.archive import read_part, reading
 from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.match import match
 from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.stored import Trust, trusting
 from fxcapture.trace.fused_layers import fused_attention
 
 __all__ = ["CapturedPackage", "CapturedProgram", "export", "load", "load_package"]
@@ -113,7 +116,7 @@ def export(
         attention=weights_wanted(spec),
     )
     manifest = make_manifest(spec, keep_output, records, outputs)
-    return CapturedProgram(program, manifest, sites=marked.sites)
+    return CapturedProgram(program, manifest, sites=marked.sites, spec=spec)
 
 
 def make_manifest(
@@ -166,20 +169,27 @@ class CapturedProgram:
         manifest: Manifest,
         *,
         sites: SiteTable | None = None,
+        spec: CaptureSpec | None = None,
+        trust: Trust = Trust(),  # noqa: B008 - frozen
     ) -> None:
         self.program = program
         self.manifest = manifest
+        self._spec = spec
+        self._trust = trust
         self.sites = SiteTable() if sites is None else sites
         self._module: nn.Module | None = None
 
     @property
     def spec(self) -> CaptureSpec:
-        """The spec it was made with; reading it imports the classes it names.
+        """The spec it was made with.
 
         Raises:
             CaptureError: the spec holds an object that could not be stored.
+            SpecError: it names an object that :func:`load` was not told to trust.
         """
-        return self.manifest.load_spec()
+        if self._spec is None:
+            self._spec = self.manifest.load_spec(self._trust)
+        return self._spec
 
     def module(self) -> nn.Module:
         """The program as a module of its own; see ``ExportedProgram.module``."""
@@ -216,7 +226,9 @@ class CapturedProgram:
         """The same program after ``ExportedProgram.run_decompositions``."""
         made = self.program.run_decompositions(*args, **kwargs)
         frontend.restore_names(made, [o.name for o in self.manifest.outputs])
-        return CapturedProgram(made, self.manifest, sites=self.sites)
+        return CapturedProgram(
+            made, self.manifest, sites=self.sites, spec=self._spec, trust=self._trust
+        )
 
     @property
     def output_names(self) -> tuple[str, ...]:
@@ -315,22 +327,38 @@ class CapturedProgram:
         return f"CapturedProgram({self.manifest.spec_text}\n  outputs: {names})"
 
 
-def load(path: str | os.PathLike[str]) -> CapturedProgram:
+def load(path: str | os.PathLike[str], *, trust: Iterable[str] = ()) -> CapturedProgram:
     """Read what :meth:`CapturedProgram.save` wrote.
 
+    The manifest is data, and imports nothing.  The program in the file is read by
+    ``torch.export.load``, which is not made for files from people you do not trust.
+
+    Args:
+        path: The file.
+        trust: Modules whose objects the file may name: the container classes of
+            records, and with ``.spec`` the classes and functions of the spec.
+
     Raises:
-        CaptureError: the file holds no captured program.
+        CaptureError: the file holds no captured program, or is damaged.
         FileNotFoundError: there is no such file.
     """
-    files = {_FILE: ""}
-    program = torch.export.load(Path(path), extra_files=files)
-    if not files[_FILE]:
+    trusted = trusting(trust)
+    text = read_part(path, _FILE)
+    if text is None:
         raise CaptureError(
             f"{str(path)!r} holds no captured program",
             why="it is an exported program without a manifest of fxcapture's",
             remedy="load it with torch.export.load and pass it to fxcapture.instrument",
         )
-    return CapturedProgram(program, Manifest.from_json(files[_FILE]))
+    manifest = reading(path, lambda: Manifest.from_json(text, trusted))
+    program = reading(path, lambda: torch.export.load(Path(path)))
+    if not manifest.describes(program.call_spec.out_spec):
+        raise CaptureError(
+            f"{str(path)!r} is damaged",
+            why="its manifest speaks of other outputs than the program returns",
+            remedy="export the model again",
+        )
+    return CapturedProgram(program, manifest, trust=trusted)
 
 
 @final
@@ -350,20 +378,32 @@ class CapturedPackage:
         return Captured(*_split(self._compiled(*args, **kwargs), self.manifest))
 
 
-def load_package(path: str | os.PathLike[str]) -> CapturedPackage:
+def load_package(
+    path: str | os.PathLike[str], *, trust: Iterable[str] = ()
+) -> CapturedPackage:
     """Read what :meth:`CapturedProgram.package` wrote.
 
+    A package is machine code: load it only if you would run a program from the same
+    place.
+
+    Args:
+        path: The file.
+        trust: Modules whose container classes the package's records may be of.
+
     Raises:
-        CaptureError: the file holds no captured program.
+        CaptureError: the file holds no captured program, or is damaged.
         FileNotFoundError: there is no such file.
     """
     if not Path(path).exists():
         raise FileNotFoundError(path)
-    compiled, metadata = _torch.aoti_load(str(path))
+    trusted = trusting(trust)
+    compiled, metadata = reading(path, lambda: _torch.aoti_load(str(path)))
     if _METADATA not in metadata:
         raise CaptureError(
             f"{str(path)!r} holds no captured program",
             why="it is an AOTInductor package without a manifest of fxcapture's",
             remedy="make it with CapturedProgram.package",
         )
-    return CapturedPackage(compiled, Manifest.from_json(metadata[_METADATA]))
+    stored = metadata[_METADATA]
+    manifest = reading(path, lambda: Manifest.from_json(stored, trusted))
+    return CapturedPackage(compiled, manifest)

@@ -30,7 +30,7 @@ from fxcapture.passes.base import TapKey
 from fxcapture.plan.match import Match, reducers_of
 from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import resolve
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import MARK
 
 Observation = None

@@ -14,8 +14,9 @@ from typing import Any
 from fxcapture.errors import AmbiguousSiteError, TargetNotFoundError
 from fxcapture.foreign.reader import REMEDY, Call, ForeignGraph
 from fxcapture.plan.match import Match, entry_name
-from fxcapture.spec.selector import ModuleTable
-from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.module_table import ModuleTable
+from fxcapture.spec.tap import Tap
 from fxcapture.trace.observe import Request
 
 __all__ = ["bind", "calls_of"]

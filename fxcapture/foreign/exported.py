@@ -31,12 +31,12 @@ from fxcapture.foreign.classes import shell
 from fxcapture.foreign.reader import Call, ForeignGraph
 from fxcapture.plan.match import Match, reducers_of
 from fxcapture.reductions import Reduction
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import MARK
 
 Observation = None
 from fxcapture.trace.signature import describe_forward
-from fxcapture.trace.structure import encode
+from fxcapture.trace.structure_text import encode
 
 __all__ = ["mark_program"]
 

@@ -30,8 +30,9 @@ from fxcapture.plan.match import Match, reducers_of
 from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import Site, SiteTable
-from fxcapture.spec.tap import CaptureSpec, Tap
-from fxcapture.trace.structure import encode, parse
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.tap import Tap
+from fxcapture.trace.structure_text import encode, parse
 
 __all__ = ["CapturedGraph", "instrument"]
 
@@ -93,7 +94,7 @@ def _instrument_program(
         program, marked, plan, keep_output=keep_output, graph_module=gm
     )
     manifest = make_manifest(spec, keep_output, records, outputs)
-    return CapturedProgram(made, manifest, sites=marked.sites)
+    return CapturedProgram(made, manifest, sites=marked.sites, spec=spec)
 
 
 # --------------------------------------------------------------------------------------

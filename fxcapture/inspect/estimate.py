@@ -46,7 +46,7 @@ from fxcapture.plan.match import match, reducers_of
 from fxcapture.plan.plan import Plan
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable, format_table
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 
 __all__ = ["Estimate", "PositionCost", "RecordCost", "Timeline", "estimate"]
 

@@ -31,7 +31,8 @@ from fxcapture.plan.sites import (
     pair_hooked,
     site_of,
 )
-from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.tap import Tap
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import Mark
 from fxcapture.trace.scope import Saved, enter, leave, steps_to

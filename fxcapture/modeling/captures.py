@@ -16,9 +16,9 @@ from typing import Any, final
 from torch import nn
 
 from fxcapture.runtime.capture import Capture
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declaration import declaration, declaring, kernels_of
 from fxcapture.spec.declared_spec import record_spec
-from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.module_tree import ModuleTree
 
 __all__ = ["Declared", "declared"]

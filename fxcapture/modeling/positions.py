@@ -16,9 +16,9 @@ from typing import Any
 from torch import nn
 
 from fxcapture._torch import constant, recompile_limit
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declaration import declaration, recorders
 from fxcapture.spec.flags import Request
-from fxcapture.spec.tap import CaptureSpec
 
 __all__ = ["count_selection", "layer_count", "positions_of", "warn_cache", "warn_count"]
 

@@ -25,7 +25,7 @@ from fxcapture.plan.match import reducers_of
 from fxcapture.plan.plan import Leaf
 from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.attention import FlexCall, attention_weights
 from fxcapture.trace.mark import weights
 

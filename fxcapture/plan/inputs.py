@@ -15,7 +15,7 @@ from torch import nn
 from fxcapture import _torch
 from fxcapture.errors import ElementError, SpecError, TargetNotFoundError, nearest
 from fxcapture.reductions import Reducers, Reduction
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import emit_mark, input_named
 from fxcapture.trace.signature import describe_forward
 

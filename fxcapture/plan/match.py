@@ -20,9 +20,10 @@ from torch import nn
 from fxcapture.errors import ElementError, NeverCalledError, nearest
 from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.module_table import ModuleTable
 from fxcapture.spec.recorded import Recorded
-from fxcapture.spec.selector import ModuleTable
-from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.spec.tap import Tap
 from fxcapture.trace.observe import Request, Target, override_keys
 from fxcapture.trace.signature import describe_forward, has_forward
 
@@ -255,7 +256,7 @@ def _callable_or_named(path: str, table: ModuleTable, tap: Tap, name: str) -> bo
     module = table.first[path][1]
     if has_forward(module):
         return True
-    if path in tap.target.parts and not tap.optional:
+    if tap.target.names(path) and not tap.optional:
         raise NeverCalledError(
             f"record {name!r}: target {path!r} is never called",
             why=f"a {type(module).__name__} is a container without its own forward",

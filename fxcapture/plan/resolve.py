@@ -22,10 +22,13 @@ from fxcapture.errors import (
 from fxcapture.plan.match import Match, entry_name, takes_entry
 from fxcapture.plan.plan import Leaf, Plan, RecordPlan, Slot
 from fxcapture.plan.sites import Site
-from fxcapture.spec.tap import CaptureSpec, Tap, normalise_select
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.positions import normalise_select
+from fxcapture.spec.tap import Tap
 from fxcapture.trace.mark import ENTRY, RESULT, received, reduced, weights
 from fxcapture.trace.signature import NoArgument
-from fxcapture.trace.structure import Structure, parse
+from fxcapture.trace.structure import Structure
+from fxcapture.trace.structure_text import parse
 
 __all__ = ["canonical_selection", "leaves_of", "named_leaves_of", "resolve"]
 

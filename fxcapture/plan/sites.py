@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final, overload
 
 from fxcapture.trace.mark import BEGIN, ENDS, ENTRY, HOOKED, INPUT, RESULT, Mark
-from fxcapture.trace.structure import Structure, parse
+from fxcapture.trace.structure import Structure
+from fxcapture.trace.structure_text import parse
 
 __all__ = [
     "CallMarks",

@@ -25,9 +25,13 @@ from typing import Any, Literal, final
 
 import torch
 
-from fxcapture.errors import SpecError, SpecTypeError
+from fxcapture.errors import SpecError, SpecTypeError, nearest
 
 __all__ = ["Reducers", "Reduction", "bind_inputs", "gather", "last", "mean", "topk"]
+
+_KINDS = ("last", "mean", "topk", "gather")
+_PARTS = ("values", "indices")
+_MAX_INT = 2**63 - 1
 
 Reducers = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
 
@@ -50,6 +54,32 @@ class Reduction:
     k: int = 0
     dim: int = -1
     part: Literal["values", "indices"] = "values"
+
+    def __post_init__(self) -> None:
+        _check_member("Reduction", "kind", self.kind, _KINDS)
+        _name(self.source, "source")
+        if self.kind == "gather" and self.source is None:
+            raise SpecTypeError("gather(None) names no input", remedy="pass its name")
+        if self.kind != "topk":
+            if (self.k, self.dim, self.part) != (0, -1, "values"):
+                raise SpecError(
+                    f"{self.kind} takes no k, dim or part",
+                    remedy="leave them out; they are topk's",
+                )
+            return
+        if self.source is not None:
+            raise SpecError(
+                f"topk(source={self.source!r}) takes no input", remedy="leave it out"
+            )
+        if type(self.k) is not int or not 0 < self.k <= _MAX_INT:
+            raise SpecError(
+                f"topk(k={self.k!r}) is not a count", remedy="pass an int above zero"
+            )
+        if type(self.dim) is not int or abs(self.dim) > _MAX_INT:
+            raise SpecError(
+                f"topk(dim={self.dim!r}) is not a dimension", remedy="pass an int"
+            )
+        _check_member("topk", "part", self.part, _PARTS)
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
         """Reduce without an input.
@@ -118,6 +148,22 @@ class Reduction:
             if f.default is dataclasses.MISSING or getattr(self, f.name) != f.default
         }
 
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Reduction:
+        """What :meth:`to_json` wrote.
+
+        Raises:
+            SpecError: it is something else.
+        """
+        known = [f.name for f in dataclasses.fields(Reduction)]
+        if unknown := [name for name in data if name not in known]:
+            raise SpecError(
+                f"{str(unknown[0])[:80]!r} is no field of a reduction",
+                nearest=nearest(str(unknown[0]), known),
+                remedy="write it with CaptureSpec.to_json",
+            )
+        return Reduction(**data)
+
     def __repr__(self) -> str:
         fields = self.to_json()
         kind = fields.pop("kind")
@@ -167,14 +213,6 @@ def topk(
         dim: Along which dimension.
         part: ``"values"`` or ``"indices"``.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise SpecError(
-            f"topk(k={k!r}) is not a count", remedy="pass an int above zero"
-        )
-    if part not in ("values", "indices"):
-        raise SpecError(
-            f"topk(part={part!r}) is not a part", remedy="pass 'values' or 'indices'"
-        )
     return Reduction(kind="topk", k=k, dim=dim, part=part)
 
 
@@ -188,9 +226,7 @@ def gather(positions: str) -> Reduction:
     Returns:
         A reduction (batch, length, ...) to (batch, n, ...), or to (batch, ...).
     """
-    if _name(positions, "positions") is None:
-        raise SpecTypeError("gather(None) names no input", remedy="pass its name")
-    return Reduction(kind="gather", source=positions)
+    return Reduction(kind="gather", source=_name(positions, "positions"))
 
 
 def bind_inputs(
@@ -218,6 +254,15 @@ def _bound(
         return reduce.apply(value, source)
 
     return bound
+
+
+def _check_member(of: str, field: str, value: Any, members: tuple[str, ...]) -> None:
+    if value not in members:
+        raise SpecError(
+            f"{of}({field}={value!r}) is not a {field}",
+            nearest=nearest(str(value), members),
+            remedy=f"pass {' or '.join(map(repr, members))}",
+        )
 
 
 def _name(name: Any, what: str) -> str | None:

@@ -28,7 +28,7 @@ from fxcapture.plan.match import Match
 from fxcapture.plan.plan import Leaf, Plan
 from fxcapture.plan.records import Records
 from fxcapture.plan.sites import Site, SiteTable, pair_hooked
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import BEGIN, RESULT, Mark
 
 __all__ = ["Call", "Observation", "call_in_flight", "eager_call_in_flight"]

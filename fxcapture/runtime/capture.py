@@ -37,8 +37,8 @@ from fxcapture.runtime.call import (
     call_in_flight,
     eager_call_in_flight,
 )
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
-from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.eager_scope import EagerScope
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import ENTRY, ORIGINAL, Mark, receiver

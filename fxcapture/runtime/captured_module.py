@@ -24,9 +24,9 @@ from fxcapture.runtime.compiled_graph import NUMBER
 from fxcapture.runtime.dynamo import DynamoProgram
 from fxcapture.runtime.functional import collector
 from fxcapture.runtime.model_outputs import has_field, inject_records
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declared_spec import declared_spec
 from fxcapture.spec.selector import Selector
-from fxcapture.spec.tap import CaptureSpec
 
 __all__ = ["CapturedModule", "compile"]
 

@@ -38,8 +38,8 @@ from fxcapture.runtime.capture import Capture
 from fxcapture.runtime.compiled_graph import CompiledGraph, kept_graph
 from fxcapture.runtime.piece_run import FULL, PieceDelivery
 from fxcapture.runtime.whole_run import WholeDelivery
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
-from fxcapture.spec.tap import CaptureSpec
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import emit_mark, input_named
 from fxcapture.trace.scope import enter, leave, restore_left_behind, steps_to

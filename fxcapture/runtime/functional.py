@@ -26,10 +26,10 @@ from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable, group_marks, pair_hooked, site_of
 from fxcapture.reductions import Reducers, bind_inputs
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import Mark
 from fxcapture.trace.scope import Asks, Step, enter, leave, steps_to
-from fxcapture.trace.structure import encode, parse
+from fxcapture.trace.structure_text import encode, parse
 from fxcapture.trace.templates import fill, template
 
 __all__ = [

@@ -22,7 +22,7 @@ from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import Site
 from fxcapture.runtime.call import Call
 from fxcapture.runtime.compiled_graph import Variant, Wanted, places_of
-from fxcapture.spec.tap import CaptureSpec
+from fxcapture.spec.capture_spec import CaptureSpec
 
 __all__ = ["WholeDelivery", "reader_of"]
 

@@ -7,16 +7,13 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-import operator
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, final
 
-from fxcapture.errors import SpecError, SpecTypeError
+from fxcapture.errors import SpecError
+from fxcapture.spec.positions import Positions, Slice, freeze_positions
 
-__all__ = ["Attention", "Positions"]
-
-#: Positions: each in the order given, or (start, stop, step); ``None`` for all.
-Positions = tuple[int, ...] | tuple[str, int | None, int | None, int | None] | None
+__all__ = ["Attention"]
 
 
 @final
@@ -38,51 +35,59 @@ class Attention:
     queries: Positions
 
     def __init__(self, heads: Any = None, queries: Any = None) -> None:
-        object.__setattr__(self, "heads", _positions(heads, "heads"))
-        object.__setattr__(self, "queries", _positions(queries, "queries"))
+        object.__setattr__(self, "heads", _some(heads, "heads"))
+        object.__setattr__(self, "queries", _some(queries, "queries"))
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; those that mean "all" are left out."""
         fields = {"heads": self.heads, "queries": self.queries}
-        return {k: list(v) for k, v in fields.items() if v is not None}
+        return {k: _to_list(v) for k, v in fields.items() if v is not None}
 
     @staticmethod
     def from_json(data: Any) -> Attention:
-        """What :meth:`to_json` wrote."""
-        return Attention(**{k: _from_list(v) for k, v in data.items()})
+        """What :meth:`to_json` wrote.
 
-
-def _from_list(items: list[Any]) -> Any:
-    return slice(*items[1:]) if items[:1] == ["slice"] else items
-
-
-def _positions(value: Any, name: str) -> Positions:
-    if value is None:
-        return None
-    if isinstance(value, slice):
-        start, stop, step = (
-            None if part is None else operator.index(part)
-            for part in (value.start, value.stop, value.step)
-        )
-        if step is not None and step < 1:
+        Raises:
+            SpecError: it is something else.
+        """
+        if not isinstance(data, Mapping) or data.keys() - {"heads", "queries"}:
             raise SpecError(
-                f"{name}={value!r} has a step below one",
-                remedy="list the positions in the order you want",
+                f"attention={data!r} is not a part of the weights",
+                why="expected an object with no other fields than heads and queries",
+                remedy="write it with CaptureSpec.to_json",
             )
-        return ("slice", start, stop, step)
-    items = value if isinstance(value, Iterable) else (value,)
-    try:
-        if isinstance(value, (str, bytes, bool)):
-            raise TypeError
-        found = tuple(operator.index(item) for item in items)
-    except TypeError:
-        raise SpecTypeError(
-            f"{name}={value!r} is of type {type(value).__name__}",
-            remedy="pass an int, a list of ints, a slice, or None for all",
-        ) from None
-    if not found:
+        return Attention(**{k: _from_list(v, k) for k, v in data.items()})
+
+
+def _to_list(positions: tuple[int, ...] | Slice) -> list[Any]:
+    if isinstance(positions, Slice):
+        return ["slice", positions.start, positions.stop, positions.step]
+    return list(positions)
+
+
+def _from_list(items: Any, name: str) -> Any:
+    if not isinstance(items, list) or items[:1] != ["slice"]:
+        return items
+    if len(items) != 4:
+        raise SpecError(
+            f"{name}={items!r} is not a slice",
+            why="expected 'slice', a start, a stop and a step",
+            remedy="write it with CaptureSpec.to_json",
+        )
+    return slice(*items[1:])
+
+
+def _some(value: Any, name: str) -> Positions:
+    positions = freeze_positions(value, name)
+    if positions == ():
         raise SpecError(
             f"{name}={value!r} selects nothing",
             remedy="name at least one, or pass None for all",
         )
-    return found
+    # A tensor has no slices that go backwards.
+    if isinstance(positions, Slice) and (positions.step or 1) < 1:
+        raise SpecError(
+            f"{name}={value!r} has a step below one",
+            remedy="list the positions in the order you want",
+        )
+    return positions

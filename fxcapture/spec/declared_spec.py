@@ -14,6 +14,7 @@ from torch import nn
 
 from fxcapture.errors import SpecError, TargetNotFoundError
 from fxcapture.spec.attention import Attention
+from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declaration import (
     Found,
     declaration,
@@ -22,7 +23,7 @@ from fxcapture.spec.declaration import (
     sub_models,
 )
 from fxcapture.spec.recorded import Recorded
-from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.spec.tap import Tap
 
 __all__ = ["declared_records", "declared_spec", "record_spec"]
 

@@ -1,4 +1,4 @@
-"""Which modules a target means.
+r"""Which modules a target means.
 
 Grammar, in order of precedence (the first form that applies decides):
 
@@ -12,29 +12,28 @@ glob                   ``*`` is one path segment, ``**`` any number of segments,
 class name             every module whose class, or a base of it, has that name;
                        tried only where a plain word matches no path
 ``nn.Module`` class    every module that is an instance of it
+stored class           every module whose class, or a base of it, has that module and
+                       qualified name (:class:`fxcapture.spec.stored.StoredClass`)
 predicate              every module for which ``predicate(path, module)`` is true
 list or tuple          the union of its members
 =====================  ==========================================================
 
-Terms
-    path: the dotted path the user sees.  Wrappers put names between (``_orig_mod``,
-        ``module`` of a DataParallel, ``_fsdp_wrapped_module``,
-        ``_checkpoint_wrapped_module``); they are looked through.
-    real path: the path as ``named_modules`` spells it, wrappers included.
+A backslash takes the character behind it as it is, in a path and outside of the
+brackets of a glob: ``r"re\:x"`` is the module ``re:x``, ``r"l\*"`` the module ``l*``
+and no other, ``r"blocks.\*.*"`` the children of ``blocks.*``.  A regular expression
+has backslashes of its own.
 
 Invariants
     Matching is by whole segments, never by substring.  A module object is matched
-    once, under its first path; an exact path may be any of its names.
+    once, under its first path; an exact path may be any of its names
+    (:mod:`fxcapture.spec.module_table` says what a path is).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
-import functools
-import importlib
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from torch import nn
@@ -46,100 +45,16 @@ from fxcapture.errors import (
     TargetNotFoundError,
     nearest,
 )
+from fxcapture.spec.documents import shorten
+from fxcapture.spec.globs import escape, glob, has_wildcard, masked, unescape
+from fxcapture.spec.module_table import ModuleTable
+from fxcapture.spec.stored import StoredClass, Trust, check_name, import_name
 
-__all__ = ["ModuleTable", "Predicate", "Selector", "Target"]
+__all__ = ["Predicate", "Selector", "Target"]
 
 Predicate = Callable[[str, nn.Module], bool]
 #: What a user may write as a target.
 Target = "str | type[nn.Module] | Predicate | Sequence[Target]"
-
-# Names that a wrapper puts into a path.  ``module`` is one only below a wrapper class,
-# since a model may well have an attribute of that name.
-_WRAPPER_NAMES = frozenset(
-    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-)
-_GLOB = re.compile(r"[*?\[]")
-
-
-def _is_wrapper(parent: nn.Module, name: str) -> bool:
-    if name in _WRAPPER_NAMES:
-        return True
-    return name == "module" and isinstance(
-        parent, (nn.DataParallel, nn.parallel.DistributedDataParallel)
-    )
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Entry:
-    path: str
-    real_path: str
-    module: nn.Module
-
-
-@final
-class ModuleTable:
-    """Every module of a model under the paths a user sees.
-
-    Args:
-        model: The root; its path is ``""``.
-
-    Attributes:
-        first: Path to (real path, module): each object once, under its first name; a
-            wrapper stands for what it wraps, except that of ``torch.compile``, which
-            Dynamo looks through itself.
-        aliases: Every path, further names of a shared module included, to the path
-            in ``first``.
-        inner: (path, module) of modules that a wrapper hides: same path, other object.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.first: dict[str, tuple[str, nn.Module]] = {}
-        self.aliases: dict[str, str] = {}
-        self.inner: list[_Entry] = []
-        path_of: dict[int, str] = {}
-        for entry in _walk(model, "", "", set()):
-            key = id(entry.module)
-            if key in path_of:
-                self.aliases.setdefault(entry.path, path_of[key])
-            elif entry.path in self.first:
-                path_of[key] = entry.path
-                real, wrapper = self.first[entry.path]
-                if "_orig_mod" in wrapper._modules:
-                    self.first[entry.path] = (entry.real_path, entry.module)
-                    entry = _Entry(entry.path, real, wrapper)
-                self.inner.append(entry)
-            else:
-                path_of[key] = entry.path
-                self.first[entry.path] = (entry.real_path, entry.module)
-                self.aliases[entry.path] = entry.path
-
-    def candidates(self) -> Iterator[_Entry]:
-        """Each module object once, those behind wrappers included."""
-        hidden: dict[str, list[_Entry]] = {}
-        for entry in self.inner:
-            hidden.setdefault(entry.path, []).append(entry)
-        for path, (real, module) in self.first.items():
-            yield _Entry(path, real, module)
-            yield from hidden.get(path, ())
-
-
-def _walk(module: nn.Module, path: str, real: str, above: set[int]) -> Iterator[_Entry]:
-    """Depth first, every name of every module; none is entered inside itself."""
-    yield _Entry(path, real, module)
-    if id(module) in above:
-        return
-    above = above | {id(module)}
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        real_child = f"{real}.{name}" if real else name
-        if _is_wrapper(module, name):
-            yield from _walk(child, path, real_child, above)
-        else:
-            yield from _walk(
-                child, f"{path}.{name}" if path else name, real_child, above
-            )
 
 
 @final
@@ -148,7 +63,8 @@ class Selector:
     """A target in its frozen form.
 
     Attributes:
-        parts: Alternatives, each a string, a module class or a predicate.
+        parts: Alternatives, each a string, a module class, one that is known by its
+            stored name, or a predicate.
         layer_name: With classes, class names and predicates: the trailing path
             segments a match must end with.
     """
@@ -182,13 +98,14 @@ class Selector:
         """Paths of the matched modules, in module order.
 
         Raises:
-            TargetNotFoundError: a part matches no module and ``optional`` is false.
+            TargetNotFoundError: a part matches no module and ``optional`` is false, or
+                the part is a name that could also be a predicate's.
             AmbiguousTargetError: a class name names unrelated classes of the model.
         """
         found: set[str] = set()
         for part in self.parts:
             paths = set(self._match_part(part, table))
-            if not paths and not optional:
+            if not paths and not (optional and _may_be_absent(part)):
                 raise self._not_found(part, table)
             found |= paths
         return tuple(path for path in table.first if path in found)
@@ -196,6 +113,8 @@ class Selector:
     def _match_part(self, part: Any, table: ModuleTable) -> Iterator[str]:
         if isinstance(part, str):
             yield from self._match_text(part, table)
+        elif isinstance(part, StoredClass):
+            yield from self._where(table, lambda _, module: part.fits(module))
         elif isinstance(part, type):
             yield from self._where(table, lambda p, m: isinstance(m, part))
         else:
@@ -209,15 +128,24 @@ class Selector:
                 for path, first in table.aliases.items()
                 if pattern.fullmatch(path)
             )
-        elif text in table.aliases:
-            yield table.aliases[text]
-        elif (stripped := _strip_wrappers(text, table)) is not None:
-            yield stripped
-        elif _GLOB.search(text):
-            matcher = _glob(text)
-            yield from (first for path, first in table.aliases.items() if matcher(path))
+        elif (named := table.named(text)) is not None:
+            yield named
+        elif has_wildcard(text):
+            fits = glob(text)
+            yield from (first for path, first in table.aliases.items() if fits(path))
+        elif (named := table.named(unescape(text))) is not None:
+            yield named
         elif text.isidentifier():
             yield from self._match_class_name(text, table)
+
+    def names(self, path: str) -> bool:
+        """Whether a part names the module at ``path`` exactly."""
+        return any(
+            isinstance(part, str)
+            and not part.startswith("re:")
+            and path in (part, unescape(part))
+            for part in self.parts
+        )
 
     def _match_class_name(self, name: str, table: ModuleTable) -> Iterator[str]:
         named: dict[type, None] = {}
@@ -254,26 +182,47 @@ class Selector:
             for c in [type(entry.module)]
         }
         near: list[str] = []
+        paths: list[str] = []
         if isinstance(part, str):
-            text = part.removeprefix("re:")
+            text = part[3:] if part.startswith("re:") else unescape(part)
             tail = text.rsplit(".", 1)[-1]
-            near = nearest(text, table.aliases) or nearest(tail, table.aliases)
+            paths = nearest(text, table.aliases) or nearest(tail, table.aliases)
             near = [
-                f"{p!r} ({type(table.first[table.aliases[p]][1]).__name__})"
-                for p in near
+                f"{escape(p)!r} ({type(table.first[table.aliases[p]][1]).__name__})"
+                for p in paths
             ]
             near += nearest(text, classes)
         elif isinstance(part, type):
             near = nearest(part.__name__, classes)
+        elif isinstance(part, StoredClass):
+            near = nearest(re.split(r"[.:]", part.name)[-1], classes)
         why = f"the model has {len(table.first)} modules and none fits"
         if self.layer_name is not None:
             why += f" with layer_name={self.layer_name!r}"
+        remedy = (
+            "name a module that exists (model.named_modules() lists them), or "
+            "pass optional=True if it may be absent"
+        )
+        if isinstance(part, StoredClass):
+            module = part.name.partition(":")[0]
+            why += (
+                f"; {part.name!r} was read from a document and is not trusted, so it "
+                "stands for a class of that name among the model's own"
+            )
+            remedy += (
+                "; if it is a predicate, or a class under another name, and you trust "
+                f'it, pass trust=["{module}"] where you read the document'
+            )
+        elif isinstance(part, str) and any(escape(p) != p for p in paths):
+            remedy += (
+                "; a backslash takes a character of a module's name as it is, such as "
+                + next(repr(escape(p)) for p in paths if escape(p) != p)
+            )
         return TargetNotFoundError(
             f"target {_show(part)} matches no module",
             why=why,
             nearest=near,
-            remedy="name a module that exists (model.named_modules() lists them), or "
-            "pass optional=True if it may be absent",
+            remedy=remedy,
         )
 
     def to_json(self) -> list[Any]:
@@ -283,13 +232,22 @@ class Selector:
             SpecError: a class or predicate cannot be imported by name.
         """
         return [
-            p if isinstance(p, str) else {"object": import_name(p)} for p in self.parts
+            p if isinstance(p, str) else {_kind(p): import_name(p)} for p in self.parts
         ]
 
     @staticmethod
-    def from_json(parts: Sequence[Any]) -> list[Any]:
-        """What :meth:`to_json` wrote, as targets again."""
-        return [p if isinstance(p, str) else import_object(p["object"]) for p in parts]
+    def from_json(parts: Sequence[Any], trust: Trust) -> list[Any]:
+        """What :meth:`to_json` wrote, as targets again.
+
+        Args:
+            parts: JSON values.
+            trust: Whose objects are imported; a class of another module is known by
+                its stored name.
+
+        Raises:
+            SpecError: a part is no string and names no object.
+        """
+        return [p if isinstance(p, str) else _part_from_json(p, trust) for p in parts]
 
     def __str__(self) -> str:
         text = ", ".join(map(_show, self.parts))
@@ -300,6 +258,33 @@ def _show(part: Any) -> str:
     if isinstance(part, str):
         return repr(part)
     return getattr(part, "__qualname__", None) or repr(part)
+
+
+def _kind(part: Any) -> str:
+    """Under which key a part is stored; classes too were once stored as objects."""
+    if isinstance(part, StoredClass):
+        return "class" if part.certain else "object"
+    return "class" if isinstance(part, type) else "object"
+
+
+def _part_from_json(stored: Any, trust: Trust) -> Any:
+    kind = next(iter(stored), None) if isinstance(stored, Mapping) else None
+    if kind not in ("class", "object") or len(stored) != 1:
+        raise SpecError(
+            f"target {shorten(stored)} is not a stored target",
+            why='expected a string, {"class": "module:Name"} or '
+            '{"object": "module:name"}',
+            remedy="write it with CaptureSpec.to_json",
+        )
+    name = check_name(stored[kind])
+    if trust.covers_name(name):
+        return trust.load(name)
+    return StoredClass(name, certain=kind == "class")
+
+
+def _may_be_absent(part: Any) -> bool:
+    """Whether no match means that there is none: a stored name may be a predicate's."""
+    return not isinstance(part, StoredClass) or part.certain
 
 
 def _flatten(target: Any) -> Iterator[Any]:
@@ -317,18 +302,20 @@ def _check_part(part: Any) -> None:
         if part.startswith("re:"):
             try:
                 re.compile(part[3:])
-            except re.error as error:
+            except (re.error, OverflowError, RecursionError, MemoryError) as error:
                 raise SpecError(
                     f"target {part!r} is not a regular expression",
                     why=str(error),
                     remedy="correct the pattern after 're:'",
                 ) from error
-        elif part != part.strip() or ".." in part:
+        elif (bare := masked(part)) != bare.strip() or ".." in bare:
             raise SpecError(
                 f"target {part!r} is not a dotted path",
                 why="it has empty or blank segments",
                 remedy="write a path such as 'model.layers.0', or a glob",
             )
+        return
+    if isinstance(part, StoredClass):
         return
     if isinstance(part, type):
         if not issubclass(part, nn.Module):
@@ -350,63 +337,3 @@ def _check_part(part: Any) -> None:
             "predicate (path, module) -> bool, or a list of these",
             remedy="pass one of these",
         )
-
-
-def _strip_wrappers(text: str, table: ModuleTable) -> str | None:
-    """The path that ``text`` means if it spells wrapper names out."""
-    for path, (real, _) in table.first.items():
-        if text == real:
-            return path
-    for entry in table.inner:
-        if text == entry.real_path:
-            return entry.path
-    # A wrapper around the model itself is gone by now; its name may still be spelt out.
-    bare = ".".join(s for s in text.split(".") if s not in _WRAPPER_NAMES)
-    return table.aliases.get(bare) if bare != text else None
-
-
-@functools.lru_cache(maxsize=256)
-def _glob(pattern: str) -> Callable[[str], bool]:
-    pieces = pattern.split(".")
-
-    def matches(i: int, segments: Sequence[str]) -> bool:
-        if i == len(pieces):
-            return not segments
-        if pieces[i] == "**":
-            return any(matches(i + 1, segments[k:]) for k in range(len(segments) + 1))
-        return (
-            bool(segments)
-            and fnmatch.fnmatchcase(segments[0], pieces[i])
-            and matches(i + 1, segments[1:])
-        )
-
-    return lambda path: matches(0, path.split(".") if path else [])
-
-
-def import_name(obj: Any) -> str:
-    """``module:qualname`` of a class or function that can be imported again.
-
-    Raises:
-        SpecError: it is a lambda, is local to a function, or is not importable.
-    """
-    name = f"{getattr(obj, '__module__', '')}:{getattr(obj, '__qualname__', '')}"
-    try:
-        same = import_object(name) is obj
-    except (ImportError, AttributeError, ValueError):
-        same = False
-    if not same:
-        raise SpecError(
-            f"{obj!r} cannot be written to JSON",
-            why="only an object that can be imported by name can be stored",
-            remedy="define it at the top level of a module",
-        )
-    return name
-
-
-def import_object(name: str) -> Any:
-    """The object that :func:`import_name` named."""
-    module, _, qualname = name.partition(":")
-    obj: Any = importlib.import_module(module)
-    for part in qualname.split("."):
-        obj = getattr(obj, part)
-    return obj

@@ -1,101 +1,31 @@
-"""What a user asks for: taps under record names.
+"""One record's source: which modules, which value of theirs, which positions.
 
 Invariants
-    A spec holds no module, tensor or graph node.  It is checked and normalised when it
-    is made, and never again; it is frozen and hashable, so compiled programs can be
-    cached by it.
+    A tap holds no module, tensor or graph node.  It is checked and normalised when it
+    is made, and never again; it is frozen and hashable.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import operator
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, final
 
 import torch
 
-from fxcapture.errors import RecordNameError, SpecError, SpecTypeError
+from fxcapture.errors import SpecError, SpecTypeError, nearest
 from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
+from fxcapture.spec.documents import Reader, shorten
+from fxcapture.spec.positions import Positions, Slice, normalise_select
 from fxcapture.spec.recorded import Recorded
-from fxcapture.spec.selector import Selector, import_name, import_object
+from fxcapture.spec.selector import Selector
+from fxcapture.spec.stored import Trust, import_name, trusting
 
-__all__ = ["CaptureSpec", "Selection", "Tap", "normalise_select"]
-
-#: Positions in frozen form: ``None`` all, a tuple of ints, or a slice.
-Selection = tuple[int, ...] | slice | None
+__all__ = ["Tap"]
 
 _REDUCTIONS = ("last", "mean")
-_FORMAT = 1
-
-
-@final
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Slice:
-    """A slice that can be hashed (``slice`` itself cannot before Python 3.12)."""
-
-    start: int | None
-    stop: int | None
-    step: int | None
-
-    def indices(self, length: int) -> range:
-        return range(*slice(self.start, self.stop, self.step).indices(length))
-
-
-def normalise_select(
-    select: Any, name: str = "select"
-) -> tuple[int, ...] | _Slice | None:
-    """Positions as a sorted, duplicate-free tuple, a slice, or ``None`` for all.
-
-    Args:
-        select: An int, an iterable of ints, a slice, or ``None``.  Anything with
-            ``__index__`` counts as an int, bools included.
-        name: What to call it in the error.
-
-    Raises:
-        SpecTypeError: it is something else.
-    """
-    if select is None or isinstance(select, _Slice):
-        return select
-    if isinstance(select, slice):
-        parts = [
-            None if p is None else operator.index(p)
-            for p in (select.start, select.stop, select.step)
-        ]
-        if parts[2] == 0:
-            raise SpecError(
-                f"{name}={select!r} has a step of zero", remedy="drop the step"
-            )
-        return _Slice(*parts)
-    if isinstance(select, (str, bytes, bool, Mapping)):
-        raise _bad_select(select, select, name)
-    try:
-        return (operator.index(select),)
-    except TypeError:
-        pass
-    try:
-        items = list(select)
-    except TypeError:
-        raise _bad_select(select, select, name) from None
-    positions = set()
-    for item in items:
-        try:
-            positions.add(operator.index(item))
-        except TypeError:
-            raise _bad_select(select, item, name) from None
-    return tuple(sorted(positions))
-
-
-def _bad_select(select: Any, item: Any, name: str) -> SpecTypeError:
-    why = "" if item is select else f"{item!r} is of type {type(item).__name__}"
-    return SpecTypeError(
-        f"{name}={select!r} is not a selection",
-        why=why or f"it is of type {type(select).__name__}",
-        remedy="pass an int, a list of ints, a slice, or None for all",
-    )
 
 
 @final
@@ -141,7 +71,7 @@ class Tap:
 
     target: Selector
     output: int | str | None
-    select: tuple[int, ...] | _Slice | None
+    select: Positions
     point: Literal["output", "input"]
     initial: bool
     detach: bool
@@ -238,7 +168,7 @@ class Tap:
             out["layer_name"] = self.target.layer_name
         if self.output is not None:
             out["output"] = self.output
-        if isinstance(self.select, _Slice):
+        if isinstance(self.select, Slice):
             out["select"] = {"slice": list(dataclasses.astuple(self.select))}
         elif self.select is not None:
             out["select"] = list(self.select)
@@ -262,35 +192,56 @@ class Tap:
         return out
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Tap:
-        """The tap that :meth:`to_json` wrote."""
-        fields = dict(data)
-        try:
-            targets = fields.pop("target")
-            targets = [targets] if isinstance(targets, str) else targets
-            target = Selector.from_json(targets)
-            if isinstance(fields.get("select"), Mapping):
-                fields["select"] = slice(*fields["select"]["slice"])
-            if isinstance(fields.get("reduce"), Mapping):
-                stored = fields["reduce"]
-                fields["reduce"] = (
-                    Reduction(**stored)
-                    if "kind" in stored
-                    else import_object(stored["object"])
+    def from_json(data: Mapping[str, Any], trust: Iterable[str] | Trust = ()) -> Tap:
+        """The tap that :meth:`to_json` wrote.
+
+        Args:
+            data: JSON values.
+            trust: Modules whose objects the tap may name, as for
+                :meth:`CaptureSpec.from_json`; of others nothing is imported.
+
+        Raises:
+            SpecError: they are no tap, or name an object that is not trusted.
+        """
+        reader = Reader(
+            data
+            if isinstance(data, dict)
+            else dict(data)
+            if isinstance(data, Mapping)
+            else {},
+            "",
+            f"{shorten(data)} is not a stored tap",
+            SpecError,
+            "write it with CaptureSpec.to_json",
+        )
+        if not isinstance(data, Mapping):
+            reader.fail(f"it is of type {type(data).__name__}; expected an object")
+        fields = dict(reader.data)
+        if "target" not in fields:
+            reader.fail("KeyError: 'target': the field is missing; expected a target")
+        for name in fields:
+            if name not in _FIELDS:
+                near = nearest(str(name), _FIELDS)
+                reader.fail(
+                    f"unexpected keyword argument {shorten(name)}: a tap has no such "
+                    "field" + (f"; did you mean {near[0]!r}?" if near else "")
                 )
-            if "attention" in fields:
-                fields["attention"] = Attention.from_json(fields["attention"])
-            if "dtype" in fields:
-                fields["dtype"] = getattr(torch, fields["dtype"])
-            return Tap(target, **fields)
-        except SpecError:
-            raise  # a SpecTypeError is a TypeError too
-        except (KeyError, AttributeError, ImportError, TypeError) as error:
-            raise SpecError(
-                f"{data!r} is not a stored tap",
-                why=f"{type(error).__name__}: {error}",
-                remedy="write it with CaptureSpec.to_json",
-            ) from error
+        trusted = trusting(trust)
+        targets = fields.pop("target")
+        if not isinstance(targets, (str, list)):
+            reader.wrong("target", targets, "a string or a list")
+        target = Selector.from_json(
+            [targets] if isinstance(targets, str) else targets, trusted
+        )
+        if isinstance(fields.get("select"), Mapping):
+            fields["select"] = _slice_from_json(fields["select"], reader)
+        if isinstance(fields.get("reduce"), Mapping):
+            fields["reduce"] = _reduce_from_json(fields["reduce"], trusted, reader)
+        if "attention" in fields:
+            fields["attention"] = Attention.from_json(fields["attention"])
+        if fields.get("dtype") is not None:
+            fields["dtype"] = _dtype_from_json(fields["dtype"], reader)
+        return Tap(target, **fields)
 
     def __repr__(self) -> str:
         parts = [str(self.target)]
@@ -304,6 +255,35 @@ class Tap:
                 value = list(value)
             parts.append(f"{field.name}={value!r}")
         return f"Tap({', '.join(parts)})"
+
+
+_FIELDS = ("layer_name", *(field.name for field in dataclasses.fields(Tap)))
+
+
+def _slice_from_json(stored: Mapping[str, Any], reader: Reader) -> slice:
+    parts = stored.get("slice")
+    if len(stored) != 1 or not isinstance(parts, list) or len(parts) != 3:
+        reader.wrong("select", stored, 'integers, or {"slice": [start, stop, step]}')
+    return slice(*parts)
+
+
+def _reduce_from_json(stored: Mapping[str, Any], trust: Trust, reader: Reader) -> Any:
+    if "kind" in stored:
+        return Reduction.from_json(stored)
+    if stored.keys() != {"object"}:
+        reader.wrong("reduce", stored, 'a name, {"kind": ...} or {"object": ...}')
+    return trust.load(stored["object"])
+
+
+def _dtype_from_json(name: Any, reader: Reader) -> torch.dtype:
+    # Not with getattr: torch imports parts of itself for a name that it lacks.
+    found = vars(torch).get(name) if isinstance(name, str) else None
+    if not isinstance(found, torch.dtype):
+        reader.fail(
+            f"field 'dtype': torch has no attribute {shorten(name)} that is a dtype; "
+            "expected a name such as 'bfloat16'"
+        )
+    return found
 
 
 def _check_output(output: Any) -> int | str | None:
@@ -340,120 +320,9 @@ def _check_device(device: Any) -> torch.device | None:
         return None
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError, OverflowError) as error:
         raise SpecError(
             f"device={device!r} is not a device",
             why=str(error).splitlines()[0],
             remedy="pass a device such as 'cpu' or torch.device('cuda', 0)",
         ) from error
-
-
-@final
-class CaptureSpec(Mapping[str, Tap]):
-    """Taps under record names; frozen, hashable, and to and from JSON.
-
-    Example::
-
-        CaptureSpec({
-            "hidden_states": Tap("layers.*", output=0, select=[0, -2], initial=True),
-            "attentions": Tap(LlamaAttention, output=1),
-        })
-
-    Args:
-        taps: A mapping, or pairs, of record name to :class:`Tap`.  A target alone (a
-            path, glob or class) stands for ``Tap(target)``.
-
-    Raises:
-        RecordNameError: two names are equal, or differ only in characters that an
-            exported program's output names cannot have.
-        SpecTypeError: a name is not a string, or a value is not a tap.
-    """
-
-    __slots__ = ("_hash", "_taps")
-
-    def __init__(
-        self, taps: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()
-    ) -> None:
-        if isinstance(taps, (str, Tap)) or callable(taps):
-            raise SpecTypeError(
-                f"a spec cannot be made of {taps!r}",
-                remedy='name the record: CaptureSpec({"hidden_states": Tap(...)})',
-            )
-        pairs = taps.items() if isinstance(taps, Mapping) else taps
-        made: dict[str, Tap] = {}
-        plain: dict[str, str] = {}
-        for name, tap in pairs:
-            if not isinstance(name, str) or not name.strip():
-                raise SpecTypeError(
-                    f"record name {name!r} is not a name",
-                    remedy="use a non-empty string",
-                )
-            key = re.sub(r"\W", "_", name)
-            if key in plain:
-                raise RecordNameError(
-                    f"record names {plain[key]!r} and {name!r} collide",
-                    why="they are equal"
-                    if plain[key] == name
-                    else f"an exported program would call both {key!r}",
-                    remedy="give one of them another name",
-                )
-            plain[key] = name
-            made[name] = tap if isinstance(tap, Tap) else Tap(tap)
-        self._taps = made
-        self._hash = hash(tuple(made.items()))
-
-    def __getitem__(self, name: str) -> Tap:
-        return self._taps[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._taps)
-
-    def __len__(self) -> int:
-        return len(self._taps)
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, CaptureSpec):
-            return NotImplemented
-        return list(self._taps.items()) == list(other._taps.items())
-
-    def __repr__(self) -> str:
-        inner = ", ".join(f"{n!r}: {t!r}" for n, t in self._taps.items())
-        return f"CaptureSpec({{{inner}}})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CaptureSpec, (tuple(self._taps.items()),)
-
-    def to_json(self) -> str:
-        """The spec as a JSON document.
-
-        Raises:
-            SpecError: a class, predicate or reduction cannot be imported by name.
-        """
-        taps = {name: tap.to_json() for name, tap in self._taps.items()}
-        return json.dumps({"format": _FORMAT, "taps": taps}, indent=2)
-
-    @staticmethod
-    def from_json(text: str) -> CaptureSpec:
-        """The spec that :meth:`to_json` wrote.
-
-        Raises:
-            SpecError: the text is not such a document.
-        """
-        try:
-            data = json.loads(text)
-            if data["format"] != _FORMAT:
-                raise SpecError(
-                    f"spec format {data['format']!r} is not known",
-                    remedy=f"this version reads format {_FORMAT}",
-                )
-            pairs = data["taps"].items()
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise SpecError(
-                "the text is not a stored spec",
-                why=f"{type(error).__name__}: {error}",
-                remedy="write it with CaptureSpec.to_json",
-            ) from error
-        return CaptureSpec([(name, Tap.from_json(tap)) for name, tap in pairs])

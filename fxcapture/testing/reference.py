@@ -25,7 +25,9 @@ from fxcapture.plan.inputs import find_inputs
 from fxcapture.plan.match import Match, entry_name, match
 from fxcapture.plan.records import Captured, Records
 from fxcapture.reductions import Reduction
-from fxcapture.spec.tap import CaptureSpec, Tap
+from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.positions import Slice
+from fxcapture.spec.tap import Tap
 from fxcapture.trace.signature import describe_forward
 
 __all__ = ["copied", "eager_reference", "map_tensors", "snapshot"]
@@ -100,8 +102,8 @@ def _value_of(seen: _Seen, tap: Tap, inputs: Mapping[str, Any]) -> Any:
 
 def _picked(value: torch.Tensor, positions: Any, dim: int) -> torch.Tensor:
     places = list(range(value.shape[dim]))
-    if positions is not None and positions[0] == "slice":
-        places = places[slice(*positions[1:])]
+    if isinstance(positions, Slice):
+        places = [places[i] for i in positions.indices(len(places))]
     elif positions is not None:
         places = [places[i] for i in positions]
     return value.index_select(dim, torch.tensor(places, device=value.device))

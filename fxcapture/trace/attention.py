@@ -27,7 +27,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from fxcapture import _torch
-from fxcapture.spec.attention import Attention, Positions
+from fxcapture.spec.attention import Attention
+from fxcapture.spec.positions import Positions, Slice
 from fxcapture.trace.attention_kernel import ATTENTION_WEIGHTS, softmax_weights
 
 __all__ = [
@@ -283,12 +284,11 @@ def _pick(value: torch.Tensor, positions: Positions, dim: int) -> torch.Tensor:
     """The wanted positions along a dimension, which stays."""
     if positions is None:
         return value
-    if positions[0] == "slice":
-        start, stop, step = positions[1:]
+    if isinstance(positions, Slice):
         index: list[Any] = [slice(None)] * (-dim)
-        index[0] = slice(start, stop, step)
+        index[0] = slice(positions.start, positions.stop, positions.step)
         return value[(..., *index)]
-    picked = [value.select(dim, i) for i in positions]  # type: ignore[arg-type]
+    picked = [value.select(dim, i) for i in positions]
     if len(picked) == 1:
         return picked[0].unsqueeze(dim)
     return torch.stack(picked, dim)

@@ -47,7 +47,7 @@ from fxcapture.trace.mark import (
     weights,
 )
 from fxcapture.trace.signature import Parameters, argument
-from fxcapture.trace.structure import encode
+from fxcapture.trace.structure_text import encode
 from fxcapture.trace.templates import copied, reduced_element
 
 __all__ = ["Request", "Target", "emit_result", "find", "observed", "override_keys"]

@@ -40,7 +40,8 @@ from torch import nn
 
 from fxcapture import _torch
 from fxcapture.reductions import Reducers
-from fxcapture.spec.selector import ModuleTable, Selector
+from fxcapture.spec.module_table import ModuleTable
+from fxcapture.spec.selector import Selector
 from fxcapture.trace.observe import Target, find, observed
 from fxcapture.trace.override import Override
 

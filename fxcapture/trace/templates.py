@@ -13,7 +13,8 @@ import torch
 
 from fxcapture import _torch
 from fxcapture.errors import ElementError
-from fxcapture.trace.structure import Structure, build_container, encode, parse
+from fxcapture.trace.structure import Structure, build_container
+from fxcapture.trace.structure_text import encode, parse
 
 __all__ = ["copied", "element_template", "fill", "reduced_element", "template"]
 

@@ -150,7 +150,9 @@ def test_a_hundred_flags_through_compile_are_one_graph() -> None:
         assert picked(records["hidden_states"]) == [kept]
         assert output.hidden_states is records["hidden_states"]
         if kept < LENGTH - 1:  # the decorator ties the last one
-            torch.testing.assert_close(output.hidden_states[kept], full.hidden_states[kept])
+            torch.testing.assert_close(
+                output.hidden_states[kept], full.hidden_states[kept]
+            )
         assert_same(output.attentions, full.attentions)
     assert one_trace() == 1
 
@@ -222,7 +224,10 @@ def test_a_model_that_takes_a_flag_of_its_own_gets_it() -> None:
 def test_records_stand_in_the_output_inside_a_larger_trace_too() -> None:
     captured = fxc.compile(PlainModel(), backend="eager")
     want = captured(X).output
-    for call in (lambda x: captured(x), lambda x: captured(x, output_hidden_states=[1])):
+    for call in (
+        lambda x: captured(x),
+        lambda x: captured(x, output_hidden_states=[1]),
+    ):
         outer = torch.compile(call, backend="eager", fullgraph=True)
         output = outer(X).output
         assert picked(output.hidden_states) == picked(call(X).output.hidden_states)
