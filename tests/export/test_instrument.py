@@ -387,3 +387,15 @@ def test_a_graph_can_be_instrumented_again() -> None:
     torch.testing.assert_close(output, model(x))
     torch.testing.assert_close(first.read(values)["a"], (model[0](x).sin(),))
     torch.testing.assert_close(records["b"], (model(x).cos(),))
+
+
+def test_a_callable_is_given_a_container_whole() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.GRU(4, 3)), torch.randn(2, 5, 4)
+    kept = nn.Sequential(nn.Linear(4, 4), Pair())
+    spec = {"x": Tap("1", reduce=lambda pair: pair[0].sum() - pair[1].sum())}
+
+    program = torch.export.export(kept, (x,), preserve_module_call_signature=("1",))
+    for graph, part in ((fx.symbolic_trace(model), model), (program, kept)):
+        first, second = part(x)
+        found = instrument(graph, spec)(x).records["x"][0]
+        torch.testing.assert_close(found, first.sum() - second.sum())
