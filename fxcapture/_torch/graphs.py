@@ -115,8 +115,7 @@ def trace_on_fake(
     """The ATen graph of ``function`` on fake tensors."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    fake_mode = torch._guards.detect_fake_mode(list(values))
-    with fake_mode or contextlib.nullcontext():
+    with fake_mode_of_values(values):
         return make_fx(function, pre_dispatch=True)(*values)
 
 

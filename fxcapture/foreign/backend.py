@@ -10,6 +10,8 @@ Terms
 Invariants
     The active recording is a context variable: each thread and each task has its own.
     Outside of a recording the compiled code runs and its records are dropped.
+    A record does not change when the compiled code runs again, whatever memory that
+    writes its outputs to.
 """
 
 from __future__ import annotations
@@ -24,16 +26,12 @@ from torch import fx
 
 from fxcapture import _torch, passes
 from fxcapture.errors import CaptureError, SpecTypeError
-from fxcapture.foreign.bind import bind, calls_of
-from fxcapture.foreign.reader import Call, ForeignGraph
-from fxcapture.passes.base import TapKey
-from fxcapture.plan.match import Match, reducers_of
+from fxcapture.foreign.dialect import prepare
+from fxcapture.foreign.dynamo import Dynamo
 from fxcapture.plan.records import Records
-from fxcapture.plan.resolve import resolve
+from fxcapture.runtime.compiled_graph import kept_outputs, places_of
+from fxcapture.runtime.whole_run import RecordReader
 from fxcapture.spec.capture_spec import CaptureSpec
-from fxcapture.trace.mark import MARK
-
-Observation = None
 
 __all__ = ["Recording", "backend", "dynamo_backend", "recording"]
 
@@ -120,7 +118,9 @@ def backend(
 
     Args:
         spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
-        inner: The backend that compiles the instrumented graph.
+        inner: The backend that compiles the instrumented graph.  One that writes the
+            outputs of each call into the same memory has an attribute
+            ``reuses_outputs = True``.
         mode: As in ``torch.compile``, for the inner backend.
         options: As in ``torch.compile``, for the inner backend.
         assume_tensors: Vouch that every target returns one tensor, see
@@ -136,7 +136,9 @@ def backend(
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> _Compiled:
         compiler = _torch.resolve_backend(inner, mode, options, None)
-        return _compile(gm, example_inputs, checked, compiler, assume_tensors)
+        dialect = Dynamo(gm, checked, assume_tensors=assume_tensors)
+        reused = _torch.reuses_outputs(inner, compiler)
+        return _compile(dialect, example_inputs, compiler, reused)
 
     return compile_graph
 
@@ -173,28 +175,15 @@ def dynamo_backend(
 
 
 def _compile(
-    gm: fx.GraphModule,
+    dialect: Dynamo,
     example_inputs: Sequence[Any],
-    spec: CaptureSpec,
     compiler: Callable[..., Any],
-    assume_tensors: bool,
+    reused: Callable[[torch.Tensor], bool] | None,
 ) -> _Compiled:
-    graph = ForeignGraph(gm, class_name=type(gm).__name__)
-    bound = bind(spec, graph)
-    marked_gm = _marked(gm, graph, spec, bound, assume_tensors)
-    marked = passes.collect_marks(marked_gm, graph=0, classes=bound.classes)
-    plan = resolve(spec, bound, marked.sites)
-    made = passes.rewrite(marked_gm, marked, plan.wanted(), plan.wanted_sizes())
-    places = {key: i for i, key in enumerate(made.meta[passes.OUTPUTS])}
-    paths = {record.name: record.paths for record in plan.records}
-    # Every site returned one tensor, so that a slot is one tap.
-    where = {
-        record.name: [
-            None if slot is None else places[TapKey(slot.site, leaf=slot.leaves[0][1])]
-            for slot in record.slots
-        ]
-        for record in plan.records
-    }
+    marked, plan = prepare(dialect)
+    made = passes.rewrite(dialect.gm, marked, plan.wanted(), plan.wanted_sizes())
+    places = places_of(made)
+    read = RecordReader(plan, marked.sites, places)
     compiled = compiler(made, list(example_inputs))
 
     def run(*args: Any) -> Sequence[Any]:
@@ -202,91 +191,7 @@ def _compile(
         own = len(values) - len(places)
         active = _active.get()
         if active is not None:
-            taps = values[own:]
-            records = {
-                name: tuple([None if i is None else taps[i] for i in found])
-                for name, found in where.items()
-            }
-            active.calls.append(Records(records, paths))
+            active.calls.append(read(kept_outputs(values[own:], reused)))
         return values[:own]
 
     return run
-
-
-def _marked(
-    gm: fx.GraphModule,
-    graph: ForeignGraph,
-    spec: CaptureSpec,
-    bound: Match,
-    assume_tensors: bool,
-) -> fx.GraphModule:
-    """A copy of a Dynamo graph with a mark behind each matched call."""
-    made = passes.copy_graph_module(gm)
-    new = dict(zip(gm.graph.nodes, made.graph.nodes, strict=True))
-    reducers = reducers_of(spec)
-    behind: dict[fx.Node, Any] = {}
-    for path, call in calls_of(bound, graph):
-        result = new[_result(graph, path, call, bound, assume_tensors)]
-        assert call is not None
-        last: Any = behind.get(call.last, new[call.last])
-        with made.graph.inserting_before(last.next):
-            reduced = []
-            for request in bound.requests[path]:
-                value = made.graph.call_function(reducers[request.record], (result,))
-                value.meta["example_value"] = _example(reducers[request.record], result)
-                reduced.append(value)
-            behind[call.last] = made.graph.call_function(
-                MARK,
-                tuple(
-                    Observation(
-                        token=None,
-                        result=[result],  # type: ignore[list-item]
-                        derived=reduced,  # type: ignore[arg-type]
-                        sizes=[],
-                        entry_sizes=[],
-                        structure="T",
-                        entries="t()",
-                        path=path,
-                        hooked=False,
-                    )
-                ),
-            )
-    return made
-
-
-def _example(
-    reducer: Callable[[torch.Tensor], torch.Tensor], node: fx.Node
-) -> torch.Tensor | None:
-    value = node.meta.get("example_value")
-    return reducer(value) if isinstance(value, torch.Tensor) else None
-
-
-def _result(
-    graph: ForeignGraph,
-    path: str,
-    call: Call | None,
-    bound: Match,
-    assume_tensors: bool,
-) -> fx.Node:
-    if call is None:
-        raise graph.ambiguous(
-            path,
-            "a Dynamo graph returns a flat tuple of tensors, which the code around it "
-            "makes the model's output of",
-            "use fxcapture.compile",
-        )
-    if bound.entries[path]:
-        raise graph.ambiguous(
-            path,
-            "Dynamo inlined it, and the graph does not say which values were its "
-            "arguments",
-            "use fxcapture.compile",
-        )
-    if call.node is not None and not graph.returns_one_tensor(path):
-        raise graph.ambiguous(
-            path,
-            f"whether {graph.names.get(path, 'its class')} returns one tensor or a "
-            "container cannot be read from the graph",
-            "use fxcapture.compile",
-        )
-    return call.node or graph.result(call, assume_tensor=assume_tensors)

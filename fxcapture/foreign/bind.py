@@ -8,16 +8,15 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fxcapture.errors import AmbiguousSiteError, TargetNotFoundError
 from fxcapture.foreign.reader import REMEDY, Call, ForeignGraph
-from fxcapture.plan.match import Match, entry_name
+from fxcapture.plan.match import Match, entry_name, request_of
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.module_table import ModuleTable
 from fxcapture.spec.tap import Tap
-from fxcapture.trace.observe import Request
 
 __all__ = ["bind", "calls_of"]
 
@@ -36,23 +35,29 @@ def bind(spec: CaptureSpec, graph: ForeignGraph) -> Match:
         paths[name] = _match(name, tap, graph, table)
         for path in paths[name]:
             _check_called(name, path, real[path], graph)
-    matched = dict.fromkeys(p for found in paths.values() for p in found)
+    records: dict[str, list[str]] = {}
+    for name, found in paths.items():
+        for path in found:
+            records.setdefault(path, []).append(name)
     entries = {
         path: tuple(
             dict.fromkeys(
-                entry
-                for name, found in paths.items()
-                if path in found and (entry := entry_name(spec[name])) is not None
+                entry for name in names if (entry := entry_name(spec[name])) is not None
             )
         )
-        for path in matched
+        for path, names in records.items()
     }
     return Match(
         paths=paths,
         targets=(),
-        classes={p: type(table.first[p][1]).__name__ for p in matched},
+        classes={p: type(table.first[p][1]).__name__ for p in records},
         requests={
-            path: tuple(_requests(spec, paths, path, entries[path])) for path in matched
+            path: tuple(
+                request_of(name, spec[name], entries[path])
+                for name in names
+                if spec[name].reduce is not None
+            )
+            for path, names in records.items()
         },
         entries=entries,
         inside_fused=False,
@@ -73,24 +78,6 @@ def calls_of(bound: Match, graph: ForeignGraph) -> list[tuple[str, Call | None]]
     if "" in bound.entries:
         ordered.append(("", None))
     return ordered
-
-
-def _requests(
-    spec: CaptureSpec,
-    paths: dict[str, tuple[str, ...]],
-    path: str,
-    entries: Sequence[int | str],
-) -> Iterator[Request]:
-    for name, found in paths.items():
-        tap = spec[name]
-        if path in found and tap.reduce is not None:
-            entry = entry_name(tap)
-            yield Request(
-                name,
-                tap.output,
-                -1 if entry is None else entries.index(entry),
-                tap.point == "output",
-            )
 
 
 def _match(

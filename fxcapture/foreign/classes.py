@@ -3,6 +3,10 @@
 Terms
     loaded: its Python module is in ``sys.modules``, or the class is alive otherwise.
     shell: a module of a class without anything in it.
+
+Invariants
+    What a class returns is known by the declared type of its ``forward``, and nothing
+    else: no source is read, nothing is run.
 """
 
 from __future__ import annotations
@@ -12,9 +16,16 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
-__all__ = ["loaded_classes", "module_classes", "shell"]
+__all__ = [
+    "declares_tensor",
+    "is_of_torch",
+    "loaded_classes",
+    "module_classes",
+    "shell",
+]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -47,6 +58,34 @@ def module_classes() -> Iterator[type]:
                 seen.add(cls)
                 stack.append(cls)
                 yield cls
+
+
+def is_of_torch(cls: type | None) -> bool:
+    """Whether a class is one of ``torch.nn``."""
+    return cls is not None and cls.__module__.startswith("torch.nn.")
+
+
+def declares_tensor(cls: type | None) -> bool:
+    """Whether ``forward`` is declared to return one tensor that the call made.
+
+    A decorated ``forward`` is not: what is declared is the function inside, and a
+    decorator may return anything.
+    """
+    if cls is None or issubclass(cls, nn.Identity):  # it hands its argument back
+        return False
+    # Through the class dictionaries: a scripted class's forward is a descriptor.
+    forward = next(
+        c.__dict__["forward"] for c in cls.__mro__ if "forward" in c.__dict__
+    )
+    if hasattr(forward, "__wrapped__"):
+        return False
+    declared: Any = getattr(forward, "__annotations__", {}).get("return")
+    if isinstance(declared, str):
+        first, *names = declared.strip("'\"").split(".")
+        declared = forward.__globals__.get(first)
+        for name in names:
+            declared = getattr(declared, name, None)
+    return isinstance(declared, type) and issubclass(declared, torch.Tensor)
 
 
 def shell(cls: type | None, name: str) -> nn.Module:

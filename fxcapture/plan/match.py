@@ -27,7 +27,7 @@ from fxcapture.spec.tap import Tap
 from fxcapture.trace.observe import Request, Target, override_keys
 from fxcapture.trace.signature import describe_forward, has_forward
 
-__all__ = ["Match", "entry_name", "match", "reducers_of", "takes_entry"]
+__all__ = ["Match", "entry_name", "match", "reducers_of", "request_of", "takes_entry"]
 
 
 @final
@@ -173,7 +173,7 @@ def match(
             if path in found and (asked := spec[name].attention) is not None
         )
         requests[path] = tuple(
-            _request(name, spec[name], order)
+            request_of(name, spec[name], order)
             for name, found in paths.items()
             if path in found
             and spec[name].reduce is not None
@@ -237,7 +237,14 @@ def _kind(tap: Tap) -> Hashable:
     return tuple(getattr(tap, f.name) for f in fields if f.name not in skipped)
 
 
-def _request(name: str, tap: Tap, entries: tuple[int | str, ...]) -> Request:
+def request_of(name: str, tap: Tap, entries: tuple[int | str, ...]) -> Request:
+    """The reduction that a record's tap wants of a module.
+
+    Args:
+        name: The record's name.
+        tap: Its tap, which reduces.
+        entries: The arguments that the module's marks carry.
+    """
     entry = entry_name(tap)
     return Request(
         name,

@@ -42,6 +42,7 @@ __all__ = [
     "Engine",
     "Variant",
     "Wanted",
+    "kept_outputs",
     "places_of",
 ]
 
@@ -154,6 +155,24 @@ class Delivery(Protocol):
         self, call: Call, variant: Variant, args: Sequence[Any], taps: Sequence[Any]
     ) -> None:
         """Hand the values of the taps to the call."""
+
+
+def kept_outputs(
+    values: Sequence[Any], reused: Callable[[torch.Tensor], bool] | None
+) -> Sequence[Any]:
+    """Outputs of a compiled graph that its next run does not write over.
+
+    A copy inside the graph would be one of its output buffers itself.
+
+    Args:
+        values: The outputs.
+        reused: Which of them the next run may write over; ``None`` for none.
+    """
+    if reused is None:
+        return values
+    return [
+        v.clone() if isinstance(v, torch.Tensor) and reused(v) else v for v in values
+    ]
 
 
 def places_of(graph_module: fx.GraphModule) -> dict[TapKey, int]:

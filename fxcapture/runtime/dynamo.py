@@ -35,7 +35,7 @@ from fxcapture.plan.sites import SiteTable
 from fxcapture.reductions import bind_inputs
 from fxcapture.runtime.call import Call, call_in_flight
 from fxcapture.runtime.capture import Capture
-from fxcapture.runtime.compiled_graph import CompiledGraph, kept_graph
+from fxcapture.runtime.compiled_graph import CompiledGraph, kept_graph, kept_outputs
 from fxcapture.runtime.piece_run import FULL, PieceDelivery
 from fxcapture.runtime.whole_run import WholeDelivery
 from fxcapture.spec.capture_spec import CaptureSpec
@@ -163,17 +163,8 @@ class DynamoProgram:
         return self._reused is None
 
     def kept(self, taps: Sequence[Any]) -> Sequence[Any]:
-        """Taps that the next run of the graph does not write over.
-
-        A copy inside the graph would be one of its output buffers itself.
-        """
-        reused = self._reused
-        if reused is None:
-            return taps
-        return [
-            tap.clone() if isinstance(tap, torch.Tensor) and reused(tap) else tap
-            for tap in taps
-        ]
+        """Taps that the next run of the graph does not write over."""
+        return kept_outputs(taps, self._reused)
 
     # -- what users ask ------------------------------------------------------------
 

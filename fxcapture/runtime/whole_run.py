@@ -16,18 +16,15 @@ from fxcapture import passes
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.match import Match
-from fxcapture.plan.plan import Slot
+from fxcapture.plan.plan import Plan, Slot
 from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import resolve
-from fxcapture.plan.sites import Site
+from fxcapture.plan.sites import Site, SiteTable
 from fxcapture.runtime.call import Call
 from fxcapture.runtime.compiled_graph import Variant, Wanted, places_of
 from fxcapture.spec.capture_spec import CaptureSpec
 
-__all__ = ["WholeDelivery", "reader_of"]
-
-#: Reads one position from the values behind the model's own outputs.
-Reader = Callable[[Sequence[Any]], Any]
+__all__ = ["RecordReader", "WholeDelivery"]
 
 
 @final
@@ -75,32 +72,54 @@ class WholeDelivery:
         """The call's selection."""
         return call.selection
 
-    def reader(
-        self, wanted: Wanted, graph_module: fx.GraphModule
-    ) -> list[tuple[str, list[Reader | None]]]:
-        """For each record, a function for each position that is selected."""
-        places, sites = places_of(graph_module), self.marked.sites
-        return [
-            (r.name, [s and reader_of(s, places, sites[s.site]) for s in r.slots])
-            for r in wanted.plan.records
-        ]
+    def reader(self, wanted: Wanted, graph_module: fx.GraphModule) -> RecordReader:
+        """What makes records of the graph's taps."""
+        return RecordReader(wanted.plan, self.marked.sites, places_of(graph_module))
 
     def deliver(
         self, call: Call, variant: Variant, args: Sequence[Any], taps: Sequence[Any]
     ) -> None:
         """Hand over the finished records."""
-        plan = variant.wanted.plan
+        call.finish(variant.wanted.plan, self.marked.sites)
+        call.bound = self._bound
+        call.delivered = variant.reader(taps)
+
+
+@final
+class RecordReader:
+    """Makes records of the taps of a graph that is a whole run.
+
+    Args:
+        plan: Where the records come from.
+        sites: The graph's sites.
+        places: What to index the taps with.
+    """
+
+    __slots__ = ("_paths", "_readers")
+
+    def __init__(
+        self, plan: Plan, sites: SiteTable, places: Mapping[TapKey, Any]
+    ) -> None:
+        self._paths = {r.name: r.paths for r in plan.records}
+        # Worked out once, so that a call only indexes its outputs.
+        self._readers = [
+            (r.name, [s and _reader(s, places, sites[s.site]) for s in r.slots])
+            for r in plan.records
+        ]
+
+    def __call__(self, taps: Any) -> Records:
+        """The records of one run; they hold the taps themselves."""
         made = {
             name: tuple([read and read(taps) for read in readers])
-            for name, readers in variant.reader
+            for name, readers in self._readers
         }
-        call.finish(plan, self.marked.sites)
-        call.bound = self._bound
-        call.delivered = Records(made, {r.name: r.paths for r in plan.records})
+        return Records(made, self._paths)
 
 
-def reader_of(slot: Slot, places: Mapping[TapKey, int], site: Site) -> Reader:
-    """A function from a run's extra outputs to the value of one slot."""
+def _reader(
+    slot: Slot, places: Mapping[TapKey, Any], site: Site
+) -> Callable[[Any], Any]:
+    """A function from a run's taps to the value of one slot."""
     tensors = {i: places[TapKey(slot.site, leaf=leaf)] for i, leaf in slot.leaves}
     structure = slot.structure
     if structure.kind == "tensor":
@@ -113,7 +132,7 @@ def reader_of(slot: Slot, places: Mapping[TapKey, int], site: Site) -> Reader:
         if known[i] is None
     }
 
-    def read(values: Sequence[Any]) -> Any:
+    def read(values: Any) -> Any:
         return structure.build(
             lambda i: values[tensors[i]],
             lambda i: int(values[sizes[i]]) if i in sizes else known[i],

@@ -8,6 +8,7 @@ from torch import fx, nn
 
 from fxcapture import Tap
 from fxcapture.errors import AmbiguousSiteError, UnsupportedOutputError
+from fxcapture.foreign.backend import backend, recording
 from fxcapture.foreign.instrument import instrument
 from fxcapture.spec.attention import Attention
 
@@ -298,3 +299,181 @@ def test_a_kept_signature_tells_constants_by_name_and_by_number() -> None:
     assert records["scale"] == (2.0,)
     assert records["third"] == (False,)
     torch.testing.assert_close(records["mean"], ((X * 2).mean(1),))
+
+
+# -------------------------------------------- modules of torch that may return several
+
+IMAGE, LINE = torch.randn(1, 2, 8, 8), torch.randn(2, 3, 4)
+SAMPLES = torch.rand(1, 2, 2)
+TOKENS = torch.tensor([[1, 2], [0, 3]])
+
+
+class Calls(nn.Module):
+    """Calls a module and goes on with the first tensor that it returned."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, *args):
+        value = self.part(*args)
+        while isinstance(value, tuple):
+            value = value[0]
+        return value * 2
+
+
+def _fractional(**options: bool) -> nn.Module:
+    return nn.FractionalMaxPool2d(2, output_size=3, _random_samples=SAMPLES, **options)
+
+
+SEVERAL = {
+    "MaxPool1d": (nn.MaxPool1d(2, return_indices=True), LINE),
+    "MaxPool2d": (nn.MaxPool2d(2, return_indices=True), IMAGE),
+    "MaxPool3d": (nn.MaxPool3d(2, return_indices=True), IMAGE),
+    "AdaptiveMaxPool1d": (nn.AdaptiveMaxPool1d(2, return_indices=True), LINE),
+    "AdaptiveMaxPool2d": (nn.AdaptiveMaxPool2d(2, return_indices=True), IMAGE),
+    "AdaptiveMaxPool3d": (nn.AdaptiveMaxPool3d(2, return_indices=True), IMAGE),
+    "FractionalMaxPool2d": (_fractional(return_indices=True), IMAGE),
+    "LSTM": (nn.LSTM(4, 5), LINE),
+    "GRU": (nn.GRU(4, 5), LINE),
+    "RNN": (nn.RNN(4, 5), LINE),
+    "LSTMCell": (nn.LSTMCell(4, 5), X),
+    "MultiheadAttention": (nn.MultiheadAttention(4, 2), LINE, LINE, LINE),
+    "container": (
+        nn.Sequential(nn.ReLU(), nn.MaxPool2d(2, return_indices=True)),
+        IMAGE,
+    ),
+}
+ONE = {
+    "MaxPool1d": (nn.MaxPool1d(2), LINE),
+    "MaxPool2d": (nn.MaxPool2d(2), IMAGE),
+    "MaxPool3d": (nn.MaxPool3d(2), IMAGE),
+    "AdaptiveMaxPool1d": (nn.AdaptiveMaxPool1d(2), LINE),
+    "AdaptiveMaxPool2d": (nn.AdaptiveMaxPool2d(2), IMAGE),
+    "AdaptiveMaxPool3d": (nn.AdaptiveMaxPool3d(2), IMAGE),
+    "FractionalMaxPool2d": (_fractional(), IMAGE),
+    "GRUCell": (nn.GRUCell(4, 5), X),
+    "RNNCell": (nn.RNNCell(4, 5), X),
+    "EmbeddingBag": (nn.EmbeddingBag(4, 3), TOKENS),
+    "container": (nn.Sequential(nn.ReLU(), nn.MaxPool2d(2)), IMAGE),
+    "Linear": (nn.Linear(4, 4), X),
+}
+
+
+def record_by_export(part: nn.Module, args: tuple[torch.Tensor, ...]) -> object:
+    program = torch.export.export(Calls(part), args)
+    return instrument(program, {"x": Tap("part")})(*args).records["x"][0]
+
+
+def record_by_decomposition(part: nn.Module, args: tuple[torch.Tensor, ...]) -> object:
+    program = torch.export.export(Calls(part), args).run_decompositions()
+    return instrument(program, {"x": Tap("part")})(*args).records["x"][0]
+
+
+def record_by_dynamo(part: nn.Module, args: tuple[torch.Tensor, ...]) -> object:
+    compiled = torch.compile(
+        Calls(part), backend=backend({"x": Tap("part")}, inner="eager"), fullgraph=True
+    )
+    with recording() as records:
+        compiled(*args)
+    return records["x"][0]
+
+
+RECORD = pytest.mark.parametrize(
+    "record", [record_by_export, record_by_decomposition, record_by_dynamo]
+)
+OF_TORCH = pytest.mark.filterwarnings(
+    "ignore:.isinstance.treespec, LeafSpec.. is deprecated:FutureWarning",
+    "ignore:The tensor attributes self.part._flat_weights:UserWarning",
+)
+
+
+@OF_TORCH
+@RECORD
+@pytest.mark.parametrize("name", SEVERAL)
+def test_a_module_of_torch_that_returned_several_is_refused(record, name) -> None:
+    part, *args = SEVERAL[name]
+
+    why = "does not determine the calls|Dynamo does not support RNN"
+    with pytest.raises(Exception, match=why):
+        record(part.eval(), tuple(args))
+
+
+@OF_TORCH
+@RECORD
+@pytest.mark.parametrize("name", ONE)
+def test_a_module_of_torch_that_returned_one_tensor_is_right_or_refused(
+    record, name
+) -> None:
+    part, *args = ONE[name]
+
+    try:
+        found = record(part.eval(), tuple(args))
+    except Exception as error:
+        assert "does not determine" in str(error)  # noqa: PT017
+        # What settings decide, operations that give several values do not tell.
+        assert "Pool" in name or name in ("container", "EmbeddingBag")
+    else:
+        torch.testing.assert_close(found, part(*args))
+
+
+@OF_TORCH
+def test_a_pooling_is_known_by_the_one_operation_that_it_left() -> None:
+    for name in ("MaxPool1d", "MaxPool2d", "MaxPool3d", "container"):
+        part, *args = ONE[name]
+
+        for record in (record_by_export, record_by_dynamo):
+            torch.testing.assert_close(record(part, tuple(args)), part(*args))
+        with pytest.raises(AmbiguousSiteError, match="returns one tensor or a cont"):
+            record_by_decomposition(part, tuple(args))
+
+
+class TakesFirst(nn.Module):
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return self.part(x)[0] * 2
+
+
+@pytest.mark.parametrize("indices", [False, True])
+def test_a_pooling_in_a_container_is_known_by_its_settings(indices: bool) -> None:
+    part = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2, return_indices=indices))
+    graph = by_fx(TakesFirst(part))
+
+    last = instrument(graph, {"x": Tap("part.1")})(IMAGE).records["x"]
+    torch.testing.assert_close(last, (part(IMAGE),))
+    if indices:
+        with pytest.raises(AmbiguousSiteError, match="whether Sequential returns one"):
+            instrument(graph, {"x": Tap("part")})
+    else:
+        whole = instrument(graph, {"x": Tap("part")})(IMAGE).records["x"]
+        torch.testing.assert_close(whole, (part(IMAGE),))
+
+
+def test_a_kept_signature_tells_that_a_pooling_returned_two() -> None:
+    model = Calls(nn.MaxPool2d(2, return_indices=True))
+    program = torch.export.export(
+        model, (IMAGE,), preserve_module_call_signature=("part",)
+    )
+
+    records = instrument(program, {"x": Tap("part")})(IMAGE).records
+
+    torch.testing.assert_close(records["x"], (model.part(IMAGE),))
+
+
+@OF_TORCH
+def test_a_decomposed_container_is_not_of_torch_if_its_parts_are_not() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), Scale()), nn.ReLU())
+    program = by_export(model).run_decompositions()
+
+    with pytest.raises(AmbiguousSiteError, match="the program was decomposed"):
+        instrument(program, {"x": Tap("0")}, assume_tensors=True)
+
+
+def test_a_container_whose_last_module_left_nothing_is_refused() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), HandsBack()), nn.ReLU())
+
+    with pytest.raises(AmbiguousSiteError, match="whether Sequential returns one"):
+        instrument(by_export(model), {"x": Tap("0")})

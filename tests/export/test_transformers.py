@@ -15,6 +15,7 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture import Tap
+from fxcapture.errors import AmbiguousSiteError
 from fxcapture.exporting.program import export, load_package
 from fxcapture.foreign.instrument import instrument
 from tests.reference import assert_records, eager_records
@@ -143,6 +144,7 @@ FAMILIES = [llama, bert, t5, clip, vit]
 # What a process does that has the program and nothing else of the model.
 RUN_ELSEWHERE = """
 import json, sys, torch
+from fxcapture.errors import AmbiguousSiteError
 from fxcapture.exporting.program import load
 
 folder, names = sys.argv[1], sys.argv[2:]
@@ -250,7 +252,11 @@ def test_a_plain_program_is_instrumented_after_the_fact(tmp_path: Path) -> None:
     torch.export.save(plain, tmp_path / "plain.pt2")
     spec = fxc.CaptureSpec({"hidden": Tap("layers.*"), "mlp": Tap("layers.*.mlp")})
 
-    captured = instrument(torch.export.load(tmp_path / "plain.pt2"), spec)
+    loaded = torch.export.load(tmp_path / "plain.pt2")
+    with pytest.raises(AmbiguousSiteError, match="whether LlamaMLP returns one tensor"):
+        instrument(loaded, spec)  # its forward declares nothing
+
+    captured = instrument(loaded, spec, assume_tensors=True)
 
     for n in (6, 17):
         run = inputs(n)

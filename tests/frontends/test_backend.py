@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import fxcapture as fxc
-from fxcapture import Tap
+from fxcapture import Tap, reductions
 from fxcapture.errors import CaptureError, SpecTypeError
 from fxcapture.foreign.backend import backend, dynamo_backend, recording
 from tests.reference import assert_records, eager_records
@@ -117,3 +117,75 @@ def test_what_the_graph_does_not_determine_is_refused(tap: Tap, why: str) -> Non
         compiled(torch.randn(3, 4))
 
     assert "AmbiguousSiteError" in str(caught.value)
+
+
+class Reuses:
+    """A backend whose compiled graphs write into the same memory at every call."""
+
+    reuses_outputs = True
+
+    def __call__(self, gm: torch.fx.GraphModule, inputs: object) -> object:
+        memory: list[torch.Tensor] = []
+
+        def run(*args: torch.Tensor) -> list[torch.Tensor]:
+            outputs = gm(*args)
+            if not memory:
+                memory.extend(torch.empty_like(o) for o in outputs)
+            for place, value in zip(memory, outputs, strict=True):
+                place.copy_(value)
+            return list(memory)
+
+        return run
+
+
+@torch.no_grad()
+def test_records_survive_the_next_call_of_a_backend_that_reuses_outputs() -> None:
+    model = Model()
+    compiled = torch.compile(
+        model, backend=backend(SPEC, inner=Reuses()), fullgraph=True
+    )
+    x = torch.randn(3, 4)
+    with recording() as records:
+        compiled(x)
+        compiled(torch.randn(3, 4))
+    want = eager_records(model, SPEC, lambda: model(x))[1]
+
+    assert_records(want, records.calls[0], 1e-6)
+
+
+@pytest.mark.parametrize("inner", ["eager", "aot_eager"])
+@pytest.mark.parametrize("reduce", ["last", reductions.mean(), lambda h: h[:, -1]])
+def test_a_reduction_of_any_kind_stands_in_the_graph(inner, reduce) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(2, 3, 4)
+    spec = fxc.CaptureSpec({"h": Tap("0", reduce=reduce)})
+    compiled = torch.compile(model, backend=backend(spec, inner=inner), fullgraph=True)
+
+    for length in (3, 5):
+        x = torch.randn(2, length, 4)
+        with recording() as records:
+            compiled(x)
+        want = eager_records(model, spec, lambda x=x: model(x))[1]
+
+        assert_records(want, records.calls[0], 1e-6)
+
+
+def test_a_reduction_cannot_have_an_input_that_the_graph_does_not_name() -> None:
+    spec = {"h": Tap("layers.0", reduce=reductions.gather("positions"))}
+    compiled = torch.compile(Model(), backend=backend(spec, inner="eager"))
+
+    with pytest.raises(Exception, match="needs the input 'positions'"):
+        compiled(torch.randn(3, 4))
+
+
+def test_a_capturing_backend_can_be_the_inner_one_of_another() -> None:
+    inner = backend({"tanh": Tap("layers.1")}, inner="eager")
+    model, x = Model(), torch.randn(3, 4)
+    compiled = torch.compile(model, backend=backend(SPEC, inner=inner), fullgraph=True)
+
+    with recording() as records:
+        output = compiled(x)
+
+    within, around = records.calls
+    torch.testing.assert_close(output, model(x))
+    torch.testing.assert_close(within["tanh"], (model.layers[0](x).tanh(),))
+    assert_records(eager_records(model, SPEC, lambda: model(x))[1], around, 1e-6)
