@@ -174,6 +174,21 @@ def test_verify_ends_with_one_where_values_differ(
     assert "DIFFERS" in result.stdout
 
 
+def test_verify_ends_with_one_where_the_output_differs() -> None:
+    def wrong(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: [v * 1.5 if i == 0 else v for i, v in enumerate(gm(*args))]
+
+    torch._dynamo.register_backend(wrong, name="wrong_output")
+    model = ["models_here:with_inputs", "--tap", "h=0", "--backend", "wrong_output"]
+    result = run("verify", *model)
+    found = json.loads(run("verify", *model, "--json").stdout)
+
+    assert result.exit_code == 1
+    assert result.stdout.count("DIFFERS") == 1
+    assert found["records"][0]["within_tolerance"]
+    assert (found["good"], found["output_within_tolerance"]) == (False, False)
+
+
 @pytest.mark.parametrize(
     ("form", "start"), [("text", "module"), ("svg", "<svg"), ("dot", "digraph")]
 )

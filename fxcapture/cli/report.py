@@ -2,7 +2,7 @@
 
 Exit codes
     0  done
-    1  done, and the answer is no: a record differs from the reference
+    1  done, and the answer is no: a record or the output differs from the reference
     2  what was given cannot be used: options, the model's name, the spec
     3  the model cannot be captured as asked, or it raised
 

@@ -157,38 +157,43 @@ def estimate_tables(made: Estimate) -> Iterator[_Table]:
 
 def verify_data(found: Verification, tolerance: float) -> dict[str, Any]:
     """A verification as JSON values, with a verdict on each record."""
-    records = []
-    for name, difference in found.differences.items():
-        scale = found.scales[name]
-        good = difference <= tolerance * max(scale, 1e-30)
-        records.append(
-            {
-                "record": name,
-                "difference": difference,
-                "scale": scale,
-                "within_tolerance": good,
-            }
-        )
+
+
+    def within(difference: float, scale: float) -> bool:
+        return difference <= tolerance * max(scale, 1e-30)
+
+    records = [
+        {
+            "record": name,
+            "difference": difference,
+            "scale": found.scales[name],
+            "within_tolerance": within(difference, found.scales[name]),
+        }
+        for name, difference in found.differences.items()
+    ]
+    output = within(found.output_difference or 0.0, found.output_scale)
     return {
         "records": records,
         "output_difference": found.output_difference,
+        "output_scale": found.output_scale,
+        "output_within_tolerance": output,
         "tolerance": tolerance,
-        "good": all(record["within_tolerance"] for record in records),
+        "good": output and all(record["within_tolerance"] for record in records),
     }
 
 
 def verify_table(data: dict[str, Any]) -> _Table:
     """The same as a table."""
-    rows = [
-        [
-            record["record"],
-            f"{record['difference']:.3g}",
-            f"{record['scale']:.3g}",
-            "good" if record["within_tolerance"] else "DIFFERS",
-        ]
-        for record in data["records"]
+    found = [
+        (r["record"], r["difference"], r["scale"], r["within_tolerance"])
+        for r in data["records"]
     ]
-    rows.append(["(output)", f"{data['output_difference'] or 0:.3g}", "", ""])
+    output = [data[f"output_{key}"] for key in ("difference", "scale")]
+    found.append(("(output)", *output, data["output_within_tolerance"]))
+    rows = [
+        [name, f"{difference or 0:.3g}", f"{scale:.3g}", "good" if good else "DIFFERS"]
+        for name, difference, scale, good in found
+    ]
     columns = ["record", "largest difference", "largest value", "verdict"]
     return "differences from the eager reference", columns, rows
 
