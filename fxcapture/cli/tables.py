@@ -15,7 +15,9 @@ import fxcapture
 from fxcapture.cli.inputs import Loaded
 from fxcapture.cli.report import console, working
 from fxcapture.exporting.program import CapturedProgram
+from fxcapture.inspect.drawing.draw import picture_of
 from fxcapture.inspect.estimate import Estimate, estimate, format_bytes
+from fxcapture.inspect.survey import sites
 from fxcapture.spec.tap import CaptureSpec
 from fxcapture.testing import Verification
 
@@ -44,8 +46,6 @@ def _sizes(shape: Sequence[Any]) -> str:
 
 def site_data(loaded: Loaded, depth: int) -> list[dict[str, Any]]:
     """What modules down to a depth return, as JSON values."""
-    from fxcapture.inspect.survey import sites
-
     return [
         {
             "path": point.path,
@@ -158,7 +158,6 @@ def estimate_tables(made: Estimate) -> Iterator[_Table]:
 def verify_data(found: Verification, tolerance: float) -> dict[str, Any]:
     """A verification as JSON values, with a verdict on each record."""
 
-
     def within(difference: float, scale: float) -> bool:
         return difference <= tolerance * max(scale, 1e-30)
 
@@ -200,8 +199,6 @@ def verify_table(data: dict[str, Any]) -> _Table:
 
 def explain_data(captured: Any) -> dict[str, Any]:
     """Where each record of the latest call is from, as JSON values."""
-    from fxcapture.inspect.drawing.picture import picture_of
-
     picture = picture_of(captured)
     if picture is None:
         return {"model": None, "records": [], "taps": [], "note": ""}

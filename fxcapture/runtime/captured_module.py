@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from fxcapture import _torch
 from fxcapture.errors import EagerSiteError, SpecTypeError
+from fxcapture.inspect.drawing.draw import draw
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
 from fxcapture.plan.plan import Slot
@@ -270,9 +271,6 @@ class CapturedModule(nn.Module):
             SpecError: the format is none of these.
         """
         if format != "table":
-            # Not imported with the package: few programs draw.
-            from fxcapture.inspect.drawing.picture import draw
-
             return draw(self, format)
         return explain(self._fxc_program, self._fxc_selection)
 

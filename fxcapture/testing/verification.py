@@ -74,7 +74,8 @@ def verify(captured: CapturedModule, *args: Any, **kwargs: Any) -> Verification:
         The largest difference per record, and of the output.
 
     Raises:
-        VerificationError: a record or the output differs in length, structure, shape or dtype.
+        VerificationError: a record or the output differs in length, structure, shape
+            or dtype.
     """
     model, spec, _ = captured._fxc_parts()
     with torch.random.fork_rng():
@@ -178,7 +179,8 @@ def assert_parity(
         captured: What :func:`fxcapture.compile` returned.
         *args: The model's arguments.
         tolerance: Largest difference allowed, absolute and relative to the largest
-            value of the record, or of the output; by default the one of the model's dtype in ``TOLERANCES``.
+            value of the record, or of the output; by default the one of the model's
+            dtype in ``TOLERANCES``.
         **kwargs: The model's keyword arguments.
 
     Raises:
