@@ -365,9 +365,10 @@ def test_models_are_run_in_evaluation_mode_unless_told() -> None:
     assert load_model("models_here:dropping", train=True).model.training is True
 
 
-def test_the_module_runs_as_a_program() -> None:
+@pytest.mark.parametrize("module", ["fxcapture", "fxcapture.cli"])
+def test_the_module_runs_as_a_program(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "fxcapture.cli", "--version"],
+        [sys.executable, "-W", "ignore", "-m", module, "--version"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
 
@@ -381,8 +382,8 @@ def test_without_the_extra_it_says_what_to_install(
 
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "fxcapture.cli.app")
-    for module in ("cli_options", "cli_report"):
-        monkeypatch.delitem(sys.modules, f"fxcapture.{module}", raising=False)
+    for module in ("options", "report"):
+        monkeypatch.delitem(sys.modules, f"fxcapture.cli.{module}", raising=False)
 
     with pytest.raises(SystemExit, match=r"pip install 'fxcapture\[cli\]'"):
         cli.main()

@@ -1,6 +1,6 @@
-"""The command line: ``fxcapture``, or ``python -m fxcapture.cli``.
+"""The command line: ``fxcapture``, or ``python -m fxcapture``.
 
-The commands are in ``cli_app``; they need the ``cli`` extra, and this file says so
+The commands are in ``app``; they need the ``cli`` extra, and this file says so
 where it is missing.
 """
 
@@ -23,7 +23,3 @@ def main() -> None:
             "  what to do: pip install 'fxcapture[cli]'"
         )
     app()  # ends the process, with the command's exit code
-
-
-if __name__ == "__main__":
-    main()

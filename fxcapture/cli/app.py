@@ -1,7 +1,6 @@
 """The commands: what each does with a model and a spec.
 
-How they print and fail is in ``cli_report``, which options they share in
-``cli_options``.
+How they print and fail is in ``report``, which options they share in ``options``.
 """
 
 from __future__ import annotations
