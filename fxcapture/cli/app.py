@@ -169,6 +169,8 @@ def verify(
             print_json(made)
         else:
             print_table(*verify_table(made))
+        for nothing in found.nothing.values():
+            print_note(nothing)
         if not made["good"]:
             raise typer.Exit(1)
 
@@ -263,6 +265,8 @@ def export(
             print_json(export_data(program, out))
         else:
             print_table(*export_table(program, out))
+        for nothing in program.nothing.values():
+            print_note(nothing)
         if not onnx:
             load = "load_package" if package else "load"
             print_note(

@@ -167,6 +167,7 @@ def verify_data(found: Verification, tolerance: float) -> dict[str, Any]:
             "difference": difference,
             "scale": found.scales[name],
             "within_tolerance": within(difference, found.scales[name]),
+            "nothing": name in found.nothing,
         }
         for name, difference in found.differences.items()
     ]
@@ -183,15 +184,25 @@ def verify_data(found: Verification, tolerance: float) -> dict[str, Any]:
 
 def verify_table(data: dict[str, Any]) -> _Table:
     """The same as a table."""
-    found = [
-        (r["record"], r["difference"], r["scale"], r["within_tolerance"])
-        for r in data["records"]
-    ]
-    output = [data[f"output_{key}"] for key in ("difference", "scale")]
-    found.append(("(output)", *output, data["output_within_tolerance"]))
+    output = {
+        "record": "(output)",
+        "difference": data["output_difference"] or 0.0,
+        "scale": data["output_scale"],
+        "within_tolerance": data["output_within_tolerance"],
+        "nothing": data["output_difference"] is None,
+    }
     rows = [
-        [name, f"{difference or 0:.3g}", f"{scale:.3g}", "good" if good else "DIFFERS"]
-        for name, difference, scale, good in found
+        [
+            row["record"],
+            f"{row['difference']:.3g}",
+            f"{row['scale']:.3g}",
+            "nothing to compare"
+            if row["nothing"]
+            else "good"
+            if row["within_tolerance"]
+            else "DIFFERS",
+        ]
+        for row in [*data["records"], output]
     ]
     columns = ["record", "largest difference", "largest value", "verdict"]
     return "differences from the eager reference", columns, rows

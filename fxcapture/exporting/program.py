@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -27,6 +28,7 @@ from fxcapture import _torch, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.exporting import front_end as frontend
 from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
+from fxcapture.inspect.nothing import describe_nothing
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.match import match
 from fxcapture.plan.records import Captured, Records
@@ -74,6 +76,9 @@ def export(
         keep_output: With ``False`` the program returns the records alone and ends at
             the last operation that one needs; parameters behind it are left out.
 
+    Warns:
+        UserWarning: a record holds nothing, since the module returns ``None`` there.
+
     Raises:
         SpecTypeError: ``model`` or ``spec`` is of the wrong type.
         TargetError: the spec does not fit the model, or what the run called.
@@ -113,7 +118,10 @@ def export(
         attention=weights_wanted(spec),
     )
     manifest = make_manifest(spec, keep_output, records, outputs)
-    return CapturedProgram(program, manifest, sites=marked.sites)
+    made = CapturedProgram(program, manifest, sites=marked.sites)
+    for nothing in made.nothing.values():
+        warnings.warn(nothing, stacklevel=2)
+    return made
 
 
 def make_manifest(
@@ -180,6 +188,11 @@ class CapturedProgram:
             CaptureError: the spec holds an object that could not be stored.
         """
         return self.manifest.load_spec()
+
+    @property
+    def nothing(self) -> dict[str, str]:
+        """Record name to why it can hold nothing but ``None``, where that is so."""
+        return describe_nothing(self.manifest.records, [self.program.graph_module])
 
     def module(self) -> nn.Module:
         """The program as a module of its own; see ``ExportedProgram.module``."""
@@ -312,7 +325,9 @@ class CapturedProgram:
 
     def __repr__(self) -> str:
         names = ", ".join(o.name for o in self.manifest.outputs)
-        return f"CapturedProgram({self.manifest.spec_text}\n  outputs: {names})"
+        lines = [self.manifest.spec_text, f"  outputs: {names}"]
+        lines += [f"  {nothing}" for nothing in self.nothing.values()]
+        return "CapturedProgram(" + "\n".join(lines) + ")"
 
 
 def load(path: str | os.PathLike[str]) -> CapturedProgram:

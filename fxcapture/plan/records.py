@@ -58,7 +58,11 @@ class Records(Mapping[str, tuple[Any, ...]]):
     def __repr__(self) -> str:
         lines = []
         for name, values in self._values.items():
-            lines.append(f"  {name}: {len(values)} positions")
+            length = f"{len(values)} position{'s' * (len(values) != 1)}"
+            # Which of the two it was a record does not know; explain() does.
+            nothing = ", all None: not selected, or the module returned None"
+            empty = values and all(value is None for value in values)
+            lines.append(f"  {name}: {length}{nothing if empty else ''}")
             for i, value in enumerate(values):
                 if value is not None:
                     lines.append(f"    [{i}] {self._paths[name][i]!r}: {_brief(value)}")

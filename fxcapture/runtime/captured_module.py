@@ -14,6 +14,7 @@ from torch import fx, nn
 from fxcapture import _torch
 from fxcapture.errors import EagerSiteError, SpecTypeError
 from fxcapture.inspect.drawing.draw import draw
+from fxcapture.inspect.nothing import RETURNED_NONE, describe_nothing, returned_none
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
 from fxcapture.plan.plan import Slot
@@ -382,6 +383,9 @@ def explain(program: DynamoProgram, selection: tuple[tuple[str, Any], ...]) -> s
             memory = _copies_of(program, slot, site)
             rows.append((record.name, str(i), path, call, where, memory))
     text = format_table(rows)
+    graphs = list(program.graphs())
+    for nothing in describe_nothing(plan.records, graphs).values():
+        text += f"\n\n{nothing}"
     if program.break_reason:
         text += "\n\nnot one graph, because:\n" + program.break_reason.strip()
     return text
@@ -389,6 +393,8 @@ def explain(program: DynamoProgram, selection: tuple[tuple[str, Any], ...]) -> s
 
 def _copies_of(program: DynamoProgram, slot: Slot, site: Site) -> str:
     """Whether the values of a slot are copies, and why; empty where it is not known."""
+    if returned_none(slot):
+        return RETURNED_NONE
     if site.graph is None:
         return "copied: what runs outside a graph may be written to"
     for graph in program.graphs():

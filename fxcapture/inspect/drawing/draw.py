@@ -7,7 +7,6 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,8 @@ from fxcapture.inspect.drawing.picture import Picture, Row, Tapped
 from fxcapture.inspect.drawing.svg import picture_svg, timeline_svg
 from fxcapture.inspect.drawing.text import picture_dot, picture_text
 from fxcapture.inspect.estimate import Estimate
+from fxcapture.inspect.module_stack import module_paths
+from fxcapture.inspect.nothing import returned_none
 from fxcapture.passes.base import TapKey
 from fxcapture.plan.plan import Plan, Slot
 from fxcapture.plan.sites import Site
@@ -137,7 +138,7 @@ def _tapped(
         position=position,
         entry=slot.entry,
         call=site.call,
-        shape=", ".join(shapes) if slot.leaves else "no tensor",
+        shape=", ".join(shapes) or ("None" if returned_none(slot) else "no tensor"),
         num_bytes=total if known else None,
         where="eager" if site.graph is None else f"graph {site.graph}",
     )
@@ -151,9 +152,8 @@ def _order(graphs: Sequence[Any]) -> dict[str, int]:
     for i, (_, node, _) in enumerate(passes.walk(graphs[-1])):
         if node.op in ("placeholder", "get_attr", "output"):
             continue
-        for place, *_ in (node.meta.get("nn_module_stack") or {}).values():
-            path = re.sub(r"^L\['\w+'\]\.?", "", place)
-            order.setdefault(re.sub(r"\[['\"]?(\w+)['\"]?\]", r".\1", path), i)
+        for path in module_paths(node):
+            order.setdefault(path, i)
     return order
 
 
