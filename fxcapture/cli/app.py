@@ -170,7 +170,7 @@ def verify(
         else:
             print_table(*verify_table(made))
         for nothing in found.nothing.values():
-            print_note(nothing)
+            print_note(str(nothing))
         if not made["good"]:
             raise typer.Exit(1)
 
@@ -266,7 +266,7 @@ def export(
         else:
             print_table(*export_table(program, out))
         for nothing in program.nothing.values():
-            print_note(nothing)
+            print_note(str(nothing))
         if not onnx:
             load = "load_package" if package else "load"
             print_note(

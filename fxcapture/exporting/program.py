@@ -13,8 +13,8 @@ Invariants
 from __future__ import annotations
 
 import json
+import logging
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -28,7 +28,7 @@ from fxcapture import _torch, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.exporting import front_end as frontend
 from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
-from fxcapture.inspect.nothing import describe_nothing
+from fxcapture.inspect.nothing import Nothing, find_nothing
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.match import match
 from fxcapture.plan.records import Captured, Records
@@ -41,6 +41,7 @@ __all__ = ["CapturedPackage", "CapturedProgram", "export", "load", "load_package
 
 _FILE = "fxcapture.json"
 _METADATA = "fxcapture_manifest"
+_log = logging.getLogger("fxcapture")
 
 
 def export(
@@ -76,8 +77,8 @@ def export(
         keep_output: With ``False`` the program returns the records alone and ends at
             the last operation that one needs; parameters behind it are left out.
 
-    Warns:
-        UserWarning: a record holds nothing, since the module returns ``None`` there.
+    A record that can hold nothing but ``None`` is told of in the log ``fxcapture``, and
+    stands in the program's ``nothing``.
 
     Raises:
         SpecTypeError: ``model`` or ``spec`` is of the wrong type.
@@ -120,7 +121,8 @@ def export(
     manifest = make_manifest(spec, keep_output, records, outputs)
     made = CapturedProgram(program, manifest, sites=marked.sites)
     for nothing in made.nothing.values():
-        warnings.warn(nothing, stacklevel=2)
+        # Not an error and no warning that can be made one: the model may mean it.
+        _log.warning("%s", nothing)
     return made
 
 
@@ -190,9 +192,9 @@ class CapturedProgram:
         return self.manifest.load_spec()
 
     @property
-    def nothing(self) -> dict[str, str]:
-        """Record name to why it can hold nothing but ``None``, where that is so."""
-        return describe_nothing(self.manifest.records, [self.program.graph_module])
+    def nothing(self) -> dict[str, Nothing]:
+        """The records that can hold nothing but ``None``, by name, with why."""
+        return find_nothing(self.manifest.records, [self.program.graph_module])
 
     def module(self) -> nn.Module:
         """The program as a module of its own; see ``ExportedProgram.module``."""

@@ -9,9 +9,10 @@ Invariants
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, final
 
 from torch import fx
 
@@ -19,7 +20,7 @@ from fxcapture import passes
 from fxcapture.inspect.module_stack import module_paths
 from fxcapture.trace.structure import Structure
 
-__all__ = ["RETURNED_NONE", "describe_nothing", "returned_none"]
+__all__ = ["RETURNED_NONE", "Nothing", "find_nothing", "returned_none"]
 
 #: What a position says of itself where the module gave no value.
 RETURNED_NONE = "None (the module returned None)"
@@ -48,10 +49,41 @@ def returned_none(slot: _Slot) -> bool:
     return slot.structure.kind == "const" and slot.structure.value is None
 
 
-def describe_nothing(
+@final
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Nothing:
+    """A record of which every selected position holds ``None``; prints as a sentence.
+
+    Attributes:
+        record: Its name.
+        path: The first module that returned ``None`` there.
+        several: Others did so too.
+        fused: The module whose attention is a fused call, and has no weights to return;
+            empty if there is none.
+    """
+
+    record: str
+    path: str
+    several: bool
+    fused: str
+
+    def __str__(self) -> str:
+        text = (
+            f"record {self.record!r} holds nothing: {self.path or 'the model'!r} "
+            "returned None there" + (", and so did the others" if self.several else "")
+        )
+        if self.fused:
+            text += (
+                ".  Its attention is one fused call, which returns no weights: "
+                f"fxcapture.AttentionWeights({self.fused!r}) computes them"
+            )
+        return text
+
+
+def find_nothing(
     records: Iterable[_Record], graphs: Sequence[fx.GraphModule]
-) -> dict[str, str]:
-    """A sentence for each record of which every selected position holds ``None``.
+) -> dict[str, Nothing]:
+    """The records that hold nothing but ``None``, by name.
 
     Args:
         records: The records' plans or layouts.
@@ -63,17 +95,12 @@ def describe_nothing(
         if not chosen or not all(returned_none(slot) for _, slot in chosen):
             continue
         path = chosen[0][0]
-        text = (
-            f"record {record.name!r} holds nothing: {path or 'the model'!r} returned "
-            "None there" + (", and so did the others" if len(chosen) > 1 else "")
+        made[record.name] = Nothing(
+            record=record.name,
+            path=path,
+            several=len(chosen) > 1,
+            fused=next(_fused_calls(graphs, path), ""),
         )
-        fused = next(_fused_calls(graphs, path), None)
-        if fused is not None:
-            text += (
-                ".  Its attention is one fused call, which returns no weights: "
-                f"fxcapture.AttentionWeights({fused!r}) computes them"
-            )
-        made[record.name] = text
     return made
 
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 from fxcapture import _torch
 from fxcapture.errors import EagerSiteError, SpecTypeError
 from fxcapture.inspect.drawing.draw import draw
-from fxcapture.inspect.nothing import RETURNED_NONE, describe_nothing, returned_none
+from fxcapture.inspect.nothing import RETURNED_NONE, find_nothing, returned_none
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
 from fxcapture.plan.plan import Slot
@@ -384,7 +384,7 @@ def explain(program: DynamoProgram, selection: tuple[tuple[str, Any], ...]) -> s
             rows.append((record.name, str(i), path, call, where, memory))
     text = format_table(rows)
     graphs = list(program.graphs())
-    for nothing in describe_nothing(plan.records, graphs).values():
+    for nothing in find_nothing(plan.records, graphs).values():
         text += f"\n\n{nothing}"
     if program.break_reason:
         text += "\n\nnot one graph, because:\n" + program.break_reason.strip()

@@ -18,7 +18,7 @@ from typing import Any, final
 import torch
 
 from fxcapture.errors import VerificationError
-from fxcapture.inspect.nothing import describe_nothing
+from fxcapture.inspect.nothing import Nothing, find_nothing
 from fxcapture.plan.sites import format_table
 from fxcapture.runtime.captured_module import CapturedModule
 from fxcapture.testing.reference import eager_reference, snapshot
@@ -45,15 +45,15 @@ class Verification:
         output_difference: The same of the model's output; ``None`` if it was not kept.
         scales: Record name to the largest absolute value in the reference.
         output_scale: The same of the model's output; 0.0 if it was not kept.
-        nothing: Record name to a sentence that says why it holds nothing but ``None``,
-            in which the two cannot differ.
+        nothing: The records that hold nothing but ``None``, in which the two cannot
+            differ; each prints as a sentence that says why.
     """
 
     differences: Mapping[str, float]
     output_difference: float | None
     scales: Mapping[str, float]
     output_scale: float = 0.0
-    nothing: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    nothing: Mapping[str, Nothing] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         rows = [("record", "largest difference", "largest value")]
@@ -63,7 +63,7 @@ class Verification:
         ]
         if self.output_difference is not None:
             rows.append(("(output)", f"{self.output_difference:.3g}", ""))
-        return "\n\n".join([format_table(rows), *self.nothing.values()])
+        return "\n\n".join([format_table(rows), *map(str, self.nothing.values())])
 
 
 def verify(captured: CapturedModule, *args: Any, **kwargs: Any) -> Verification:
@@ -111,7 +111,7 @@ def verify(captured: CapturedModule, *args: Any, **kwargs: Any) -> Verification:
         output_difference=kept,
         scales=scales,
         output_scale=size,
-        nothing=describe_nothing(plan.records, captured.graphs),
+        nothing=find_nothing(plan.records, captured.graphs),
     )
 
 
