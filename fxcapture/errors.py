@@ -53,6 +53,7 @@ __all__ = [
     "UnreachableValueError",
     "UnsupportedOutputError",
     "VerificationError",
+    "install_extra",
     "nearest",
 ]
 
@@ -180,6 +181,20 @@ class VerificationError(CaptureError):
 
 class GraphError(FxCaptureError, RuntimeError):
     """A pass broke an invariant of the graph; please report it as a bug."""
+
+
+#: What the extras of pyproject.toml add, for who has the package from elsewhere than an
+#: index that could resolve them.
+_EXTRAS = {
+    "transformers": "'transformers>=5.23,<5.24'",
+    "cli": "'typer>=0.16' 'rich>=14' 'pyyaml>=6'",
+    "onnx": "'onnx>=1.17' 'onnxscript>=0.5' 'onnxruntime>=1.22'",
+}
+
+
+def install_extra(name: str) -> str:
+    """The command that installs what an extra adds, and the extra's name."""
+    return f"pip install {_EXTRAS[name]} (what pip install 'fxcapture[{name}]' adds)"
 
 
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:

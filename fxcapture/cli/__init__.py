@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 
+from fxcapture.errors import install_extra
+
 __all__ = ["main"]
 
 
@@ -20,6 +22,6 @@ def main() -> None:
             raise
         sys.exit(
             f"the command line needs {error.name}, which is not installed\n"
-            "  what to do: pip install 'fxcapture[cli]'"
+            f"  what to do: {install_extra('cli')}"
         )
     app()  # ends the process, with the command's exit code

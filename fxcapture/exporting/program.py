@@ -28,6 +28,8 @@ from fxcapture import _torch, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.exporting import front_end as frontend
 from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
+from fxcapture.exporting.refusals import check_file, check_installed, refused
+from fxcapture.inspect.arguments import example_arguments
 from fxcapture.inspect.nothing import Nothing, find_nothing
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.match import match
@@ -46,7 +48,7 @@ _log = logging.getLogger("fxcapture")
 
 def export(
     model: nn.Module,
-    args: Sequence[Any],
+    args: Sequence[Any] | torch.Tensor,
     kwargs: Mapping[str, Any] | None = None,
     *,
     spec: CaptureSpec | Mapping[str, Any],
@@ -66,7 +68,8 @@ def export(
 
     Args:
         model: The model; not changed.
-        args: Example arguments, as for ``torch.export.export``.
+        args: Example arguments, as for ``torch.export.export``, or the only one if it
+            is a tensor.
         kwargs: Example keyword arguments.
         spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
         capture_inputs: Name to example tensor: inputs of the spec's reductions that
@@ -81,7 +84,7 @@ def export(
     stands in the program's ``nothing``.
 
     Raises:
-        SpecTypeError: ``model`` or ``spec`` is of the wrong type.
+        SpecTypeError: ``model``, ``spec`` or ``args`` is of the wrong type.
         TargetError: the spec does not fit the model, or what the run called.
         ElementError: a reduction names an input that there is not.
         SpecError: ``capture_inputs`` has the name of an argument of the model.
@@ -94,6 +97,7 @@ def export(
             why="sites are calls of submodules, so the model must be a torch.nn.Module",
             remedy="for a graph that exists already use fxcapture.instrument",
         )
+    positional, named = example_arguments(args, kwargs)
     if not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     model = _torch.unwrap_optimized(model)
@@ -101,8 +105,8 @@ def export(
     with fused_attention(not bound.inside_fused):
         traced = frontend.trace(
             model,
-            tuple(args),
-            kwargs or {},
+            positional,
+            named,
             bound.targets,
             spec,
             capture_inputs=capture_inputs or {},
@@ -220,12 +224,20 @@ class CapturedProgram:
             **kwargs: Its keyword arguments, and the ``capture_inputs`` of the export.
 
         Raises:
-            CaptureError: arguments are passed by position that were exported by name.
+            CaptureError: arguments are passed by position that were exported by name,
+                or the program was not exported for such arguments.
         """
         if self._module is None:
             self._module = self.program.module()
         args, kwargs = frontend.arrange(self.program, args, kwargs)
-        return Captured(*_split(self._module(*args, **kwargs), self.manifest))
+        try:
+            raw = self._module(*args, **kwargs)
+        except (AssertionError, ValueError) as error:
+            ours = refused(error)
+            if ours is None:
+                raise
+            raise ours from error
+        return Captured(*_split(raw, self.manifest))
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> CapturedProgram:
         """The same program after ``ExportedProgram.run_decompositions``."""
@@ -258,7 +270,12 @@ class CapturedProgram:
 
         Returns:
             The ``torch.onnx.ONNXProgram``.
+
+        Raises:
+            ModuleNotFoundError: a package of the ``onnx`` extra is not installed.
         """
+        for module in ("onnx", "onnxscript"):
+            check_installed(module, "onnx")
         program = self.portable()
         args, example_kwargs = program.example_inputs or ((), {})
         made = torch.onnx.export(
@@ -339,6 +356,7 @@ def load(path: str | os.PathLike[str]) -> CapturedProgram:
         CaptureError: the file holds no captured program.
         FileNotFoundError: there is no such file.
     """
+    check_file(path)
     files = {_FILE: ""}
     program = torch.export.load(Path(path), extra_files=files)
     if not files[_FILE]:
@@ -374,8 +392,7 @@ def load_package(path: str | os.PathLike[str]) -> CapturedPackage:
         CaptureError: the file holds no captured program.
         FileNotFoundError: there is no such file.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(path)
+    check_file(path)
     compiled, metadata = _torch.aoti_load(str(path))
     if _METADATA not in metadata:
         raise CaptureError(

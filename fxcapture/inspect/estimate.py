@@ -32,6 +32,7 @@ from torch import fx, nn
 
 from fxcapture import _torch, passes
 from fxcapture.errors import SpecTypeError
+from fxcapture.inspect.arguments import example_arguments
 from fxcapture.inspect.fake_run import Fakes, trace
 from fxcapture.inspect.liveness import (
     Timeline,
@@ -172,7 +173,7 @@ def format_bytes(count: int) -> str:
 def estimate(
     model: nn.Module,
     spec: CaptureSpec | Mapping[str, Any],
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     device: torch.device | str | None = None,
@@ -189,7 +190,8 @@ def estimate(
     Args:
         model: The model; its weights may be on any device, ``meta`` included.
         spec: What to capture.
-        args: The model's arguments; tensors count by shape, stride and dtype alone.
+        args: The model's arguments, or the only one if it is a tensor; tensors count by
+            shape, stride and dtype alone.
         kwargs: The model's keyword arguments.
         device: Where to pretend that it runs, which decides on the attention kernel;
             by default where its weights are (the CPU for ``meta``).
@@ -198,7 +200,7 @@ def estimate(
         Bytes per record, peaks, and what early stop would save.
 
     Raises:
-        SpecTypeError: ``model`` or ``spec`` is of the wrong type.
+        SpecTypeError: ``model``, ``spec`` or ``args`` is of the wrong type.
         TargetError: the spec does not fit the model, or what the run called.
         TraceError: the model reads values of tensors, which fake ones do not have.
         CaptureError: the model cannot be copied, or a value cannot be captured.
@@ -209,6 +211,7 @@ def estimate(
             why="sites are calls of submodules, so the model must be a torch.nn.Module",
             remedy="pass the module",
         )
+    positional, named = example_arguments(args, kwargs)
     if not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     model = _torch.unwrap_optimized(model)
@@ -218,8 +221,8 @@ def estimate(
     graph = trace(
         shadow,
         fakes,
-        tuple(args),
-        dict(kwargs or {}),
+        positional,
+        named,
         bound.targets,
         reducers_of(spec),
         lambda args, kwargs: find_inputs(spec, shadow, args, kwargs, None),

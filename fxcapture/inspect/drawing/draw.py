@@ -21,6 +21,7 @@ from fxcapture.inspect.drawing.text import picture_dot, picture_text
 from fxcapture.inspect.estimate import Estimate
 from fxcapture.inspect.module_stack import module_paths
 from fxcapture.inspect.nothing import returned_none
+from fxcapture.inspect.reasons import one_line
 from fxcapture.passes.base import TapKey
 from fxcapture.plan.plan import Plan, Slot
 from fxcapture.plan.sites import Site
@@ -93,12 +94,8 @@ def picture_of(captured: Any) -> Picture | None:
             r.name: (sum(s is not None for s in r.slots), len(r.slots))
             for r in plan.records
         },
-        note=_first_line(program.break_reason),
+        note=one_line(program.break_reason),
     )
-
-
-def _first_line(text: str | None) -> str:
-    return text.strip().splitlines()[0] if text and text.strip() else ""
 
 
 def _tap_values(graph: Any) -> dict[TapKey, torch.Tensor]:
