@@ -13,7 +13,13 @@ import torch
 from torch import nn
 
 import fxcapture as fxc
-from fxcapture.errors import CaptureError, SpecTypeError, TraceError, install_extra
+from fxcapture.errors import (
+    CaptureError,
+    SpecTypeError,
+    TraceError,
+    install_extra,
+    nearest,
+)
 from fxcapture.integrations import transformers as integration
 from tests.models import WIDTH, mlp, rows
 
@@ -142,9 +148,7 @@ def test_a_file_that_is_not_there_or_no_program(
 
 @pytest.mark.parametrize("extra", ["transformers", "cli", "onnx"])
 def test_the_remedy_for_a_missing_extra_names_its_packages(extra: str) -> None:
-    project = tomllib.loads(
-        (Path(__file__).parent.parent / "pyproject.toml").read_text()
-    )
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text()
     packages = tomllib.loads(text)["project"]["optional-dependencies"][extra]
 
     words = install_extra(extra).split(" (")[0]
@@ -164,3 +168,12 @@ def test_a_missing_extra_is_told_where_it_is_needed(
     with pytest.raises(ModuleNotFoundError, match=r"needs transformers.*\n.*5\.23"):
         integration.install()
     assert not integration.is_installed()
+
+
+def test_nearest_matches_stand_in_natural_order() -> None:
+    paths = [f"model.layers.{i}" for i in range(12)] + ["model.norm"]
+
+    assert nearest("model.layer.3", paths)[:2] == ["model.layers.3", "model.layers.0"]
+    assert nearest("layers", [f"layers.{i}" for i in (10, 9, 2)]) == [
+        "layers.2", "layers.9", "layers.10",
+    ]  # fmt: skip

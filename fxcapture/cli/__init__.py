@@ -20,8 +20,12 @@ def main() -> None:
     except ImportError as error:
         if error.name not in ("typer", "rich", "yaml"):
             raise
-        sys.exit(
+        text = (
             f"the command line needs {error.name}, which is not installed\n"
             f"  what to do: {install_extra('cli')}"
         )
+        print(text, file=sys.stderr)
+        failure = SystemExit(text)
+        failure.code = 2  # as documented: what was given cannot be used
+        raise failure from error
     app()  # ends the process, with the command's exit code

@@ -49,6 +49,7 @@ from fxcapture.cli.tables import (
 from fxcapture.cli.values import UsageError
 from fxcapture.errors import install_extra, nearest
 from fxcapture.inspect.drawing.draw import draw, draw_timeline
+from fxcapture.inspect.estimate import format_bytes
 from fxcapture.spec.tap import CaptureSpec
 
 __all__ = ["app"]
@@ -60,6 +61,7 @@ app = typer.Typer(
     "makes the model, or returns (model, args) or (model, args, kwargs)), or the name "
     "of a class of transformers such as LlamaForCausalLM.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -113,7 +115,7 @@ def sites(
         if as_json:
             print_json(rows)
         else:
-            print_table(*site_table(rows))
+            print_table(*site_table(rows, depth))
 
 
 @app.command()
@@ -295,8 +297,8 @@ def bench(
             return
         print_table(*bench_table(made))
         print(
-            f"records hold {made['kept_bytes']:,} bytes, "
-            f"all positions would hold {made['full_bytes']:,}"
+            f"records hold {format_bytes(made['kept_bytes'])}, "
+            f"all positions would hold {format_bytes(made['full_bytes'])}"
         )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,15 @@ def _sizes(shape: Sequence[Any]) -> str:
 
 
 def site_data(loaded: Loaded, depth: int) -> list[dict[str, Any]]:
-    """What modules down to a depth return, as JSON values."""
+    """What modules down to a depth return, as JSON values.
+
+    Each row says how many called modules below it are left out.
+    """
+    found = sites(loaded.model, loaded.args, loaded.kwargs)
+    shown = {p.path for p in found if p.path.count(".") < depth}
+    left_out = collections.Counter(
+        _nearest_above(point.path, shown) for point in found if point.path not in shown
+    )
     return [
         {
             "path": point.path,
@@ -55,13 +64,21 @@ def site_data(loaded: Loaded, depth: int) -> list[dict[str, Any]]:
             "shapes": [list(s) for s in point.shapes],
             "dtypes": list(point.dtypes),
             "bytes": point.num_bytes,
+            "left_out": left_out[point.path],
         }
-        for point in sites(loaded.model, loaded.args, loaded.kwargs)
-        if point.path.count(".") < depth
+        for point in found
+        if point.path in shown
     ]
 
 
-def site_table(data: list[dict[str, Any]]) -> _Table:
+def _nearest_above(path: str, shown: Collection[str]) -> str:
+    """The nearest shown module that a path stands in; at the latest the model."""
+    while path and path not in shown:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def site_table(data: list[dict[str, Any]], depth: int) -> _Table:
     """The same as a table; shapes and dtypes are those of the output's tensors."""
     rows = [
         [
@@ -71,12 +88,19 @@ def site_table(data: list[dict[str, Any]]) -> _Table:
             row["output"],
             " ".join(map(_sizes, row["shapes"])),
             " ".join(dict.fromkeys(row["dtypes"])),
-            str(row["bytes"]),
+            format_bytes(row["bytes"]),
         ]
         for row in data
     ]
-    columns = ["path", "class", "calls", "output", "shape", "dtype", "bytes"]
-    return f"{len(rows)} module{'s' * (len(rows) != 1)}", columns, rows
+    left_out = sum(row["left_out"] for row in data)
+    title = f"{len(rows)} module{'s' * (len(rows) != 1)}"
+    if left_out:
+        title = (
+            f"{len(rows)} of {len(rows) + left_out} modules, "
+            f"--depth {depth + 1} shows more"
+        )
+    columns = ["path", "class", "calls", "output", "shape", "dtype", "size"]
+    return title, columns, rows
 
 
 def estimate_data(made: Estimate) -> dict[str, Any]:
@@ -322,4 +346,4 @@ def bench_table(data: dict[str, Any]) -> _Table:
         for v in data["variants"]
     ]
     title = f"{data['model']}, {data['backend']}, {data['rounds']} interleaved rounds"
-    return title, ["variant", "median ms", "over plain"], rows
+    return title, ["variant", "median ms", "over plain in the same round, median"], rows
