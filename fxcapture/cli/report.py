@@ -112,10 +112,8 @@ def _with_globs(error: TargetNotFoundError) -> str:
 def _explained(error: Exception) -> tuple[str, int]:
     text = in_options(str(error)) if isinstance(error, FxCaptureError) else str(error)
     if isinstance(error, TargetNotFoundError):
-        return (
-            f"{_with_globs(error)}\n  see also: fxcapture sites lists what the model calls",
-            2,
-        )
+        text = _with_globs(error)
+        return f"{text}\n  see also: fxcapture sites lists what the model calls", 2
     if isinstance(error, (UsageError, SpecError, TargetError)):
         return text, 2
     if isinstance(error, FxCaptureError):

@@ -28,7 +28,7 @@ from fxcapture import _torch, passes
 from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.exporting import front_end as frontend
 from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
-from fxcapture.exporting.refusals import check_file, check_installed, refused
+from fxcapture.exporting.refusals import check_file, check_installed, refusing
 from fxcapture.inspect.arguments import example_arguments
 from fxcapture.inspect.nothing import Nothing, find_nothing
 from fxcapture.passes.compute_weights import weights_wanted
@@ -230,13 +230,8 @@ class CapturedProgram:
         if self._module is None:
             self._module = self.program.module()
         args, kwargs = frontend.arrange(self.program, args, kwargs)
-        try:
+        with refusing():
             raw = self._module(*args, **kwargs)
-        except (AssertionError, ValueError) as error:
-            ours = refused(error)
-            if ours is None:
-                raise
-            raise ours from error
         return Captured(*_split(raw, self.manifest))
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> CapturedProgram:

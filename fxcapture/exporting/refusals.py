@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib.util
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from fxcapture.errors import CaptureError, install_extra, nearest
 
-__all__ = ["check_file", "check_installed", "refused"]
+__all__ = ["check_file", "check_installed", "refusing"]
 
 _GUARD = "Guard failed: "
 
@@ -54,11 +56,23 @@ def check_installed(module: str, extra: str) -> None:
         )
 
 
-def refused(error: Exception) -> CaptureError | None:
-    """What torch raised of arguments that a program was not exported for, as ours.
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Turn what torch raises of arguments that a program was not exported for into ours.
 
-    ``None`` where the error says something else.
+    Raises:
+        CaptureError: the call inside met such arguments.
     """
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        ours = _refused(error)
+        if ours is None:
+            raise
+        raise ours from error
+
+
+def _refused(error: Exception) -> CaptureError | None:
     text = str(error).strip()
     if text.startswith(_GUARD):
         return CaptureError(

@@ -225,9 +225,7 @@ class CapturedModule(nn.Module):
             return Captured(kept, records)
         program = self._fxc_program
         try:
-            output, records, call = program.run(
-                args, kwargs, selection, capture_inputs
-            )
+            output, records, call = program.run(args, kwargs, selection, capture_inputs)
         except TraceError as error:
             _refuse_arguments(self._fxc_model, args, kwargs, error)
             raise
