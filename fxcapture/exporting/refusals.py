@@ -58,7 +58,7 @@ def check_installed(module: str, extra: str) -> None:
 
 @contextlib.contextmanager
 def refusing() -> Iterator[None]:
-    """Turn what torch raises of arguments that a program was not exported for into ours.
+    """Turn what torch raises of arguments that no program was exported for into ours.
 
     Raises:
         CaptureError: the call inside met such arguments.
