@@ -54,8 +54,10 @@ def captured(part: type[nn.Module] = Fused, **changes: Tap) -> fxc.CapturedModul
 def test_records_say_that_every_position_is_none() -> None:
     text = repr(captured()(STATES).records).splitlines()
 
-    assert text[1].startswith("  weights: 2 positions, all None: not selected, or the")
-    assert text[2] == "  h: 2 positions"
+    assert text[1] == "  weights: 2 positions"
+    assert text[2].endswith("'layers.0': None (the module returned None)")
+    assert text[3].endswith("'layers.1': None (the module returned None)")
+    assert text[4] == "  h: 2 positions"
 
 
 def test_explain_says_it_at_each_position_and_once_with_the_remedy() -> None:

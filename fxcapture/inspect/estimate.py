@@ -45,6 +45,7 @@ from fxcapture.passes.base import TapKey
 from fxcapture.plan.inputs import find_inputs
 from fxcapture.plan.match import match, reducers_of
 from fxcapture.plan.plan import Plan
+from fxcapture.plan.printing import preformatted
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable, format_table
 from fxcapture.spec.tap import CaptureSpec
@@ -93,7 +94,7 @@ class RecordCost:
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
     """What a capture costs; prints as a table.
 
@@ -131,6 +132,12 @@ class Estimate:
         """Peak of live bytes with this spec."""
         return self.captured.peak_bytes
 
+    def __repr__(self) -> str:
+        return f"Estimate\n{self}"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
     def __str__(self) -> str:
         rows = [("record", "positions kept", "bytes kept", "bytes if all were kept")]
         for record in self.records:
@@ -150,7 +157,8 @@ class Estimate:
             ("with every position", self.full),
             ("this spec, records only", self.early_stop),
         ):
-            peaks.append((what, format_bytes(line.peak_bytes), line.peak_path))
+            at = line.peak_path or "(model)"
+            peaks.append((what, format_bytes(line.peak_bytes), at))
         share = self.early_stop_flops / self.flops if self.flops else 1.0
         return (
             f"{format_table(rows)}\n\n{format_table(peaks)}\n\n"

@@ -20,10 +20,7 @@ from fxcapture import passes
 from fxcapture.inspect.module_stack import module_paths
 from fxcapture.trace.structure import Structure
 
-__all__ = ["RETURNED_NONE", "Nothing", "find_nothing", "returned_none"]
-
-#: What a position says of itself where the module gave no value.
-RETURNED_NONE = "None (the module returned None)"
+__all__ = ["Nothing", "find_nothing", "returned_none"]
 
 _FUSED = re.compile(r"scaled_dot_product|flex_attention")
 

@@ -24,6 +24,7 @@ from fxcapture.inspect.arguments import example_arguments
 from fxcapture.inspect.estimate import format_bytes
 from fxcapture.inspect.fake_run import Fakes
 from fxcapture.plan.match import match
+from fxcapture.plan.printing import preformatted
 from fxcapture.plan.sites import (
     Site,
     SiteTable,
@@ -120,6 +121,9 @@ class Survey(Sequence[Point]):
 
     def __repr__(self) -> str:
         return f"Survey({len(self)} points)\n{self}"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 def _num_bytes(site: Site) -> int:

@@ -15,6 +15,7 @@ from torch import fx, nn
 from fxcapture import _torch
 from fxcapture.errors import EagerSiteError, SpecTypeError, TraceError, nearest
 from fxcapture.inspect.drawing.draw import draw
+from fxcapture.plan.printing import Printed
 from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import canonical_selection
 from fxcapture.plan.sites import SiteTable
@@ -274,7 +275,7 @@ class CapturedModule(nn.Module):
         format: Literal["table", "text", "svg", "dot"] = "table",
         *,
         full: bool = False,
-    ) -> str:
+    ) -> Printed:
         """Per record, which site fed which position in the latest call, and where.
 
         Args:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fxcapture.inspect.nothing import RETURNED_NONE, find_nothing, returned_none
+from fxcapture.inspect.nothing import find_nothing, returned_none
 from fxcapture.inspect.reasons import one_line
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
 from fxcapture.plan.plan import Slot
+from fxcapture.plan.printing import Printed
+from fxcapture.plan.records import RETURNED_NONE
 from fxcapture.plan.sites import Site, format_table
 from fxcapture.runtime.compiled_graph import NUMBER
 from fxcapture.runtime.dynamo import DynamoProgram
@@ -22,11 +24,11 @@ def explain(
     selection: tuple[tuple[str, Any], ...],
     *,
     full: bool = False,
-) -> str:
+) -> Printed:
     """See :meth:`CapturedModule.explain`."""
     sites = program.last_sites
     if not sites:
-        return "no call has been made yet"
+        return Printed("no call has been made yet")
     plan = program.plan_of(sites, selection)
     rows = [("record", "position", "site", "call", "where", "memory")]
     for record in plan.records:
@@ -52,7 +54,7 @@ def explain(
         text += "\n\nnot one graph, because: "
         text += f"\n{reason}" if full else one_line(reason)
         text += "" if full else "\n(all of it: explain(full=True))"
-    return text
+    return Printed(text)
 
 
 def _copies_of(program: DynamoProgram, slot: Slot, site: Site) -> str:

@@ -96,7 +96,8 @@ class WholeDelivery:
         }
         call.finish(plan, self.marked.sites)
         call.bound = self._bound
-        call.delivered = Records(made, {r.name: r.paths for r in plan.records})
+        paths = {r.name: r.paths for r in plan.records}
+        call.delivered = Records(made, paths, plan)
 
 
 def reader_of(slot: Slot, places: Mapping[TapKey, int], site: Site) -> Reader:

@@ -19,6 +19,7 @@ import torch
 
 from fxcapture.errors import VerificationError
 from fxcapture.inspect.nothing import Nothing, find_nothing
+from fxcapture.plan.printing import preformatted
 from fxcapture.plan.sites import format_table
 from fxcapture.runtime.captured_module import CapturedModule
 from fxcapture.testing.reference import eager_reference, snapshot
@@ -35,7 +36,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verification:
     """How far a captured model is from the eager reference.
 
@@ -54,6 +55,12 @@ class Verification:
     scales: Mapping[str, float]
     output_scale: float = 0.0
     nothing: Mapping[str, Nothing] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Verification\n{self}"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     def __str__(self) -> str:
         rows = [("record", "largest difference", "largest value")]

@@ -24,6 +24,7 @@ from fxcapture.inspect.nothing import returned_none
 from fxcapture.inspect.reasons import one_line
 from fxcapture.passes.base import TapKey
 from fxcapture.plan.plan import Plan, Slot
+from fxcapture.plan.printing import Printed, PrintedSVG
 from fxcapture.plan.sites import Site
 from fxcapture.trace.mark import RESULT
 
@@ -32,7 +33,7 @@ __all__ = ["draw", "draw_timeline", "picture_of"]
 _FORMATS = ("text", "svg", "dot")
 
 
-def draw(captured: Any, form: str = "text") -> str:
+def draw(captured: Any, form: str = "text") -> Printed:
     """A picture of the latest call of a captured model.
 
     Args:
@@ -50,11 +51,13 @@ def draw(captured: Any, form: str = "text") -> str:
         )
     picture = picture_of(captured)
     if picture is None:
-        return "no call has been made yet"
-    return {"text": picture_text, "svg": picture_svg, "dot": picture_dot}[form](picture)
+        return Printed("no call has been made yet")
+    if form == "svg":
+        return PrintedSVG(picture_svg(picture))
+    return Printed((picture_text if form == "text" else picture_dot)(picture))
 
 
-def draw_timeline(made: Estimate, *, width: int = 760, height: int = 300) -> str:
+def draw_timeline(made: Estimate, *, width: int = 760, height: int = 300) -> PrintedSVG:
     """The memory timeline of an estimate, as SVG.
 
     Args:
@@ -62,7 +65,7 @@ def draw_timeline(made: Estimate, *, width: int = 760, height: int = 300) -> str
         width: In pixels.
         height: In pixels.
     """
-    return timeline_svg(made, width, height)
+    return PrintedSVG(timeline_svg(made, width, height))
 
 
 # --------------------------------------------------------------------------------------
