@@ -30,6 +30,7 @@ build the text, so that it reads the same wherever the error is raised.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -53,10 +54,12 @@ __all__ = [
     "UnreachableValueError",
     "UnsupportedOutputError",
     "VerificationError",
+    "install_extra",
     "nearest",
 ]
 
 _MAX_NEAREST = 5
+_CLOSE = 0.4  # of difflib's ratio, which is 1 for equal texts
 
 
 class FxCaptureError(Exception):
@@ -182,10 +185,41 @@ class GraphError(FxCaptureError, RuntimeError):
     """A pass broke an invariant of the graph; please report it as a bug."""
 
 
+#: What the extras of pyproject.toml add, for who has the package from elsewhere than an
+#: index that could resolve them.
+_EXTRAS = {
+    "transformers": "'transformers>=5.23,<5.24'",
+    "cli": "'typer>=0.16' 'rich>=14' 'pyyaml>=6'",
+    "onnx": "'onnx>=1.17' 'onnxscript>=0.5' 'onnxruntime>=1.22'",
+}
+
+
+def install_extra(name: str) -> str:
+    """The command that installs what an extra adds, and the extra's name."""
+    return f"pip install {_EXTRAS[name]} (what pip install 'fxcapture[{name}]' adds)"
+
+
 def nearest(name: str, candidates: Iterable[str]) -> list[str]:
-    """The candidates closest to ``name``, best first, at most five."""
+    """The candidates closest to ``name``, best first, at most five.
+
+    Equally close ones stand in natural order (``layers.2`` before ``layers.10``).
+    """
     pool = list(dict.fromkeys(candidates))
-    found = difflib.get_close_matches(name, pool, n=_MAX_NEAREST, cutoff=0.4)
+    matcher = difflib.SequenceMatcher()
+    matcher.set_seq2(name)
+    close = []
+    for candidate in pool:
+        matcher.set_seq1(candidate)
+        # Upper bounds first: they are cheap, and most candidates end there.
+        if matcher.real_quick_ratio() >= _CLOSE and matcher.quick_ratio() >= _CLOSE:
+            close.append((-matcher.ratio(), _natural(candidate), candidate))
+    found = [c for score, _, c in sorted(close) if -score >= _CLOSE][:_MAX_NEAREST]
     lowered = name.lower()
     found += [c for c in pool if lowered and lowered in c.lower() and c not in found]
     return found[:_MAX_NEAREST]
+
+
+def _natural(text: str) -> list[tuple[int, int, str]]:
+    """A sort key by which numbers in a text count as numbers."""
+    parts = re.split(r"(\d+)", text)
+    return [(1, int(p), "") if p.isdigit() else (0, 0, p) for p in parts]

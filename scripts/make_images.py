@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fxcapture as fxc
-from fxcapture.inspect.drawing.picture import draw, draw_timeline
+from fxcapture.inspect.drawing.draw import draw, draw_timeline
 from fxcapture.inspect.estimate import estimate
 
 ROOT = Path(__file__).parent.parent

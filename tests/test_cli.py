@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -127,6 +128,39 @@ def test_sites_lists_the_modules_with_their_bytes() -> None:
     assert "model.layers.0.self_attn" in {row["path"] for row in deeper}
 
 
+def test_sites_says_what_it_leaves_out() -> None:
+    shallow = good("sites", *SMALL, "--depth", "2")
+    rows = data("sites", *SMALL, "--depth", "2")
+    every = data("sites", *SMALL, "--depth", "9")
+
+    shown, of, total = shallow.split(" modules,")[0].split()[-3:]
+    assert (int(shown), of, int(total)) == (len(rows), "of", len(every))
+    assert "--depth 3 shows more" in shallow
+    assert sum(row["left_out"] for row in rows) == len(every) - len(rows)
+    assert {row["left_out"] for row in every} == {0}
+    assert f"{len(every)} modules" in good("sites", *SMALL, "--depth", "9")
+    layers = {r["path"]: r["left_out"] for r in data("sites", *SMALL)}
+    assert layers["model.layers.0"] > 5
+
+
+def test_sizes_are_in_one_style() -> None:
+    assert "1 KiB" in good("sites", *SMALL, "--length", "8")
+    assert "2 KiB" in good("estimate", *SMALL, *TAP, "--length", "8")
+
+
+def test_advice_is_in_the_options_of_the_command_line() -> None:
+    position = run("estimate", *SMALL, "--tap", "h=model.layers.*,select=9").stderr
+    element = run("estimate", *SMALL, "--tap", "h=model.norm,output=3").stderr
+    nowhere = run("estimate", *SMALL, "--tap", "h=model.layer.*").stderr
+
+    assert "--tap name=target,optional" in position
+    assert "leaving output out" in element
+    for text in (position, element, nowhere):
+        assert not re.search(r"optional=True|output=None|model\.named", text)
+    # The glob that was meant, and numbers as numbers.
+    assert "nearest matches: 'model.layers.*' (LlamaDecoderLayer)" in nowhere
+
+
 def test_estimate_says_the_same_as_the_function() -> None:
     found = data("estimate", *SMALL, *TAP, "--length", "8", "--batch", "2")
 
@@ -172,6 +206,21 @@ def test_verify_ends_with_one_where_values_differ(
 
     assert result.exit_code == 1
     assert "DIFFERS" in result.stdout
+
+
+def test_verify_ends_with_one_where_the_output_differs() -> None:
+    def wrong(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        return lambda *args: [v * 1.5 if i == 0 else v for i, v in enumerate(gm(*args))]
+
+    torch._dynamo.register_backend(wrong, name="wrong_output")
+    model = ["models_here:with_inputs", "--tap", "h=0", "--backend", "wrong_output"]
+    result = run("verify", *model)
+    found = json.loads(run("verify", *model, "--json").stdout)
+
+    assert result.exit_code == 1
+    assert result.stdout.count("DIFFERS") == 1
+    assert found["records"][0]["within_tolerance"]
+    assert (found["good"], found["output_within_tolerance"]) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +348,8 @@ def test_bench_for_people() -> None:
     )  # fmt: skip
 
     assert "3 interleaved rounds" in text
-    assert "records hold 96 bytes" in text
+    assert "records hold 96 B, all positions would hold 96 B" in text
+    assert "over plain in the same round" in text
 
 
 def test_explain_of_nothing() -> None:
@@ -325,6 +375,8 @@ def test_demo_shows_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_version_and_help() -> None:
     assert fxc.__version__ in good("--version")
     assert "estimate" in good("--help")
+    assert good("-h") == good("--help")
+    assert good("sites", "-h") == good("sites", "--help")
 
 
 @pytest.mark.parametrize(
@@ -350,9 +402,10 @@ def test_models_are_run_in_evaluation_mode_unless_told() -> None:
     assert load_model("models_here:dropping", train=True).model.training is True
 
 
-def test_the_module_runs_as_a_program() -> None:
+@pytest.mark.parametrize("module", ["fxcapture", "fxcapture.cli"])
+def test_the_module_runs_as_a_program(module: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "fxcapture.cli", "--version"],
+        [sys.executable, "-W", "ignore", "-m", module, "--version"],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
 
@@ -366,11 +419,13 @@ def test_without_the_extra_it_says_what_to_install(
 
     monkeypatch.setitem(sys.modules, "typer", None)
     monkeypatch.delitem(sys.modules, "fxcapture.cli.app")
-    for module in ("cli_options", "cli_report"):
-        monkeypatch.delitem(sys.modules, f"fxcapture.{module}", raising=False)
+    for module in ("options", "report"):
+        monkeypatch.delitem(sys.modules, f"fxcapture.cli.{module}", raising=False)
 
-    with pytest.raises(SystemExit, match=r"pip install 'fxcapture\[cli\]'"):
+    with pytest.raises(SystemExit, match=r"pip install 'fxcapture\[cli\]'") as caught:
         cli.main()
+    assert caught.value.code == 2
+    assert "'typer>=" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture.errors import SpecTypeError
-from fxcapture.inspect.drawing.picture import draw, draw_timeline, picture_of
+from fxcapture.inspect.drawing.draw import draw, draw_timeline, picture_of
 from fxcapture.inspect.estimate import estimate
 
 

@@ -30,6 +30,7 @@ from fxcapture.errors import (
     TraceError,
     UnsupportedOutputError,
 )
+from fxcapture.testing import eager_reference
 from tests.models import WIDTH, Attention, Encoder, encoder, ids, mlp, rows
 from tests.reference import footprint
 
@@ -181,6 +182,29 @@ def test_an_element_out_of_range_says_how_many_there_are(output: int) -> None:
     error = failure_of(ElementError, encoder(), {"r": tap}, ids())
 
     says(error, f"output={output}", "layers.0.attn", "tuple of 2 elements")
+
+
+@pytest.mark.parametrize("output", [1, -1, "hidden"])
+def test_an_element_of_what_is_no_container_says_what_the_module_returned(
+    output: int | str,
+) -> None:
+    tap = Tap("layers.*", output=output)
+
+    error = failure_of(ElementError, encoder(), {"r": tap}, ids())
+
+    says(error, f"output={output!r}", "layers.0", "tensor has no elements")
+    says(error, "output=None")
+    with pytest.raises(ElementError, match="tensor has no elements"):
+        eager_reference(encoder(), fxc.CaptureSpec({"r": tap}), (ids(),))
+
+
+def test_position_zero_of_what_is_no_container_is_all_of_it() -> None:
+    # Layers of older transformers return tuples; a spec of output=0 fits both.
+    taps = {"whole": Tap("layers.*"), "first": Tap("layers.*", output=0)}
+
+    records = fxc.compile(encoder(), taps, backend="eager")(ids()).records
+
+    assert all(map(torch.equal, records["whole"], records["first"]))
 
 
 class Keyed(nn.Module):

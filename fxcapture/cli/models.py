@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fxcapture.cli.values import UsageError, assignment, read_file
-from fxcapture.errors import nearest
+from fxcapture.errors import install_extra, nearest
 
 __all__ = ["make_model"]
 
@@ -184,7 +184,7 @@ def _transformers_class(name: str) -> Callable[..., Any]:
         raise UsageError(
             f"{name!r} has no colon, so it should be a class of transformers, which is "
             "not installed",
-            "write package.module:factory, or pip install 'fxcapture[transformers]'",
+            f"write package.module:factory, or {install_extra('transformers')}",
         ) from error
     found = getattr(transformers, name, None)
     if found is None:

@@ -2,7 +2,7 @@
 
 Exit codes
     0  done
-    1  done, and the answer is no: a record differs from the reference
+    1  done, and the answer is no: a record or the output differs from the reference
     2  what was given cannot be used: options, the model's name, the spec
     3  the model cannot be captured as asked, or it raised
 
@@ -18,6 +18,7 @@ import contextlib
 import importlib.util
 import json
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -77,9 +78,41 @@ def reported(debug: bool) -> Iterator[None]:
         logging.disable(before)
 
 
+#: What library errors advise, and how one says it on a command line.
+_IN_OPTIONS = (
+    ("pass optional=True", "add optional to the tap: --tap name=target,optional"),
+    ("output=None", "leaving output out"),
+    ("(model.named_modules() lists them)", "(fxcapture sites lists those that run)"),
+    ("CapturedModule.sites lists", "fxcapture explain shows"),
+    ("fxcapture.compile", "fxcapture verify, explain or bench"),
+)
+
+
+def in_options(text: str) -> str:
+    """An error's text with its advice in the command line's own options."""
+    head, arrow, advice = text.rpartition("  what to do: ")
+    for python, option in _IN_OPTIONS:
+        advice = advice.replace(python, option)
+    return head + arrow + advice
+
+
+def _with_globs(error: TargetNotFoundError) -> str:
+    """The text, with globs for matches that differ in a number if a glob was asked."""
+    text = in_options(str(error))
+    if "*" not in error.what:
+        return text
+    globs = [re.sub(r"(?<=['.])\d+(?=['.])", "*", match) for match in error.nearest]
+    near = [
+        glob if globs.count(glob) > 1 else match
+        for glob, match in zip(globs, error.nearest, strict=True)
+    ]
+    return text.replace(", ".join(error.nearest), ", ".join(dict.fromkeys(near)))
+
+
 def _explained(error: Exception) -> tuple[str, int]:
-    text = str(error)
+    text = in_options(str(error)) if isinstance(error, FxCaptureError) else str(error)
     if isinstance(error, TargetNotFoundError):
+        text = _with_globs(error)
         return f"{text}\n  see also: fxcapture sites lists what the model calls", 2
     if isinstance(error, (UsageError, SpecError, TargetError)):
         return text, 2

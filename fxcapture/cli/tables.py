@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import fxcapture
 from fxcapture.cli.inputs import Loaded
 from fxcapture.cli.report import console, working
 from fxcapture.exporting.program import CapturedProgram
+from fxcapture.inspect.drawing.draw import picture_of
 from fxcapture.inspect.estimate import Estimate, estimate, format_bytes
+from fxcapture.inspect.survey import sites
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.testing import Verification
 
@@ -43,9 +46,15 @@ def _sizes(shape: Sequence[Any]) -> str:
 
 
 def site_data(loaded: Loaded, depth: int) -> list[dict[str, Any]]:
-    """What modules down to a depth return, as JSON values."""
-    from fxcapture.inspect.survey import sites
+    """What modules down to a depth return, as JSON values.
 
+    Each row says how many called modules below it are left out.
+    """
+    found = sites(loaded.model, loaded.args, loaded.kwargs)
+    shown = {p.path for p in found if p.path.count(".") < depth}
+    left_out = collections.Counter(
+        _nearest_above(point.path, shown) for point in found if point.path not in shown
+    )
     return [
         {
             "path": point.path,
@@ -55,13 +64,21 @@ def site_data(loaded: Loaded, depth: int) -> list[dict[str, Any]]:
             "shapes": [list(s) for s in point.shapes],
             "dtypes": list(point.dtypes),
             "bytes": point.num_bytes,
+            "left_out": left_out[point.path],
         }
-        for point in sites(loaded.model, loaded.args, loaded.kwargs)
-        if point.path.count(".") < depth
+        for point in found
+        if point.path in shown
     ]
 
 
-def site_table(data: list[dict[str, Any]]) -> _Table:
+def _nearest_above(path: str, shown: Collection[str]) -> str:
+    """The nearest shown module that a path stands in; at the latest the model."""
+    while path and path not in shown:
+        path = path.rpartition(".")[0]
+    return path
+
+
+def site_table(data: list[dict[str, Any]], depth: int) -> _Table:
     """The same as a table; shapes and dtypes are those of the output's tensors."""
     rows = [
         [
@@ -71,12 +88,19 @@ def site_table(data: list[dict[str, Any]]) -> _Table:
             row["output"],
             " ".join(map(_sizes, row["shapes"])),
             " ".join(dict.fromkeys(row["dtypes"])),
-            str(row["bytes"]),
+            format_bytes(row["bytes"]),
         ]
         for row in data
     ]
-    columns = ["path", "class", "calls", "output", "shape", "dtype", "bytes"]
-    return f"{len(rows)} module{'s' * (len(rows) != 1)}", columns, rows
+    left_out = sum(row["left_out"] for row in data)
+    title = f"{len(rows)} module{'s' * (len(rows) != 1)}"
+    if left_out:
+        title = (
+            f"{len(rows)} of {len(rows) + left_out} modules, "
+            f"--depth {depth + 1} shows more"
+        )
+    columns = ["path", "class", "calls", "output", "shape", "dtype", "size"]
+    return title, columns, rows
 
 
 def estimate_data(made: Estimate) -> dict[str, Any]:
@@ -157,46 +181,59 @@ def estimate_tables(made: Estimate) -> Iterator[_Table]:
 
 def verify_data(found: Verification, tolerance: float) -> dict[str, Any]:
     """A verification as JSON values, with a verdict on each record."""
-    records = []
-    for name, difference in found.differences.items():
-        scale = found.scales[name]
-        good = difference <= tolerance * max(scale, 1e-30)
-        records.append(
-            {
-                "record": name,
-                "difference": difference,
-                "scale": scale,
-                "within_tolerance": good,
-            }
-        )
+
+    def within(difference: float, scale: float) -> bool:
+        return difference <= tolerance * max(scale, 1e-30)
+
+    records = [
+        {
+            "record": name,
+            "difference": difference,
+            "scale": found.scales[name],
+            "within_tolerance": within(difference, found.scales[name]),
+            "nothing": name in found.nothing,
+        }
+        for name, difference in found.differences.items()
+    ]
+    output = within(found.output_difference or 0.0, found.output_scale)
     return {
         "records": records,
         "output_difference": found.output_difference,
+        "output_scale": found.output_scale,
+        "output_within_tolerance": output,
         "tolerance": tolerance,
-        "good": all(record["within_tolerance"] for record in records),
+        "good": output and all(record["within_tolerance"] for record in records),
     }
 
 
 def verify_table(data: dict[str, Any]) -> _Table:
     """The same as a table."""
+    output = {
+        "record": "(output)",
+        "difference": data["output_difference"] or 0.0,
+        "scale": data["output_scale"],
+        "within_tolerance": data["output_within_tolerance"],
+        "nothing": data["output_difference"] is None,
+    }
     rows = [
         [
-            record["record"],
-            f"{record['difference']:.3g}",
-            f"{record['scale']:.3g}",
-            "good" if record["within_tolerance"] else "DIFFERS",
+            row["record"],
+            f"{row['difference']:.3g}",
+            f"{row['scale']:.3g}",
+            "nothing to compare"
+            if row["nothing"]
+            else "good"
+            if row["within_tolerance"]
+            else "DIFFERS",
         ]
-        for record in data["records"]
+        for row in [*data["records"], output]
     ]
-    rows.append(["(output)", f"{data['output_difference'] or 0:.3g}", "", ""])
     columns = ["record", "largest difference", "largest value", "verdict"]
     return "differences from the eager reference", columns, rows
 
 
 def explain_data(captured: Any) -> dict[str, Any]:
     """Where each record of the latest call is from, as JSON values."""
-    from fxcapture.inspect.drawing.picture import picture_of
-
     picture = picture_of(captured)
     if picture is None:
         return {"model": None, "records": [], "taps": [], "note": ""}
@@ -309,4 +346,4 @@ def bench_table(data: dict[str, Any]) -> _Table:
         for v in data["variants"]
     ]
     title = f"{data['model']}, {data['backend']}, {data['rounds']} interleaved rounds"
-    return title, ["variant", "median ms", "over plain"], rows
+    return title, ["variant", "median ms", "over plain in the same round, median"], rows

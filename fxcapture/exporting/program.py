@@ -14,6 +14,7 @@ Invariants
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,9 @@ from fxcapture.errors import CaptureError, SpecError, SpecTypeError
 from fxcapture.exporting import front_end as frontend
 from fxcapture.exporting.archive import read_part, reading
 from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
+from fxcapture.exporting.refusals import check_file, check_installed, refusing
+from fxcapture.inspect.arguments import example_arguments
+from fxcapture.inspect.nothing import Nothing, find_nothing
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.match import match
 from fxcapture.plan.records import Captured, Records
@@ -42,11 +46,12 @@ __all__ = ["CapturedPackage", "CapturedProgram", "export", "load", "load_package
 
 _FILE = "fxcapture.json"
 _METADATA = "fxcapture_manifest"
+_log = logging.getLogger("fxcapture")
 
 
 def export(
     model: nn.Module,
-    args: Sequence[Any],
+    args: Sequence[Any] | torch.Tensor,
     kwargs: Mapping[str, Any] | None = None,
     *,
     spec: CaptureSpec | Mapping[str, Any],
@@ -66,7 +71,8 @@ def export(
 
     Args:
         model: The model; not changed.
-        args: Example arguments, as for ``torch.export.export``.
+        args: Example arguments, as for ``torch.export.export``, or the only one if it
+            is a tensor.
         kwargs: Example keyword arguments.
         spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
         capture_inputs: Name to example tensor: inputs of the spec's reductions that
@@ -77,8 +83,11 @@ def export(
         keep_output: With ``False`` the program returns the records alone and ends at
             the last operation that one needs; parameters behind it are left out.
 
+    A record that can hold nothing but ``None`` is told of in the log ``fxcapture``, and
+    stands in the program's ``nothing``.
+
     Raises:
-        SpecTypeError: ``model`` or ``spec`` is of the wrong type.
+        SpecTypeError: ``model``, ``spec`` or ``args`` is of the wrong type.
         TargetError: the spec does not fit the model, or what the run called.
         ElementError: a reduction names an input that there is not.
         SpecError: ``capture_inputs`` has the name of an argument of the model.
@@ -91,6 +100,7 @@ def export(
             why="sites are calls of submodules, so the model must be a torch.nn.Module",
             remedy="for a graph that exists already use fxcapture.instrument",
         )
+    positional, named = example_arguments(args, kwargs)
     if not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     model = _torch.unwrap_optimized(model)
@@ -98,8 +108,8 @@ def export(
     with fused_attention(not bound.inside_fused):
         traced = frontend.trace(
             model,
-            tuple(args),
-            kwargs or {},
+            positional,
+            named,
             bound.targets,
             spec,
             capture_inputs=capture_inputs or {},
@@ -116,7 +126,11 @@ def export(
         attention=weights_wanted(spec),
     )
     manifest = make_manifest(spec, keep_output, records, outputs)
-    return CapturedProgram(program, manifest, sites=marked.sites, spec=spec)
+    made = CapturedProgram(program, manifest, sites=marked.sites, spec=spec)
+    for nothing in made.nothing.values():
+        # Not an error and no warning that can be made one: the model may mean it.
+        _log.warning("%s", nothing)
+    return made
 
 
 def make_manifest(
@@ -191,6 +205,11 @@ class CapturedProgram:
             self._spec = self.manifest.load_spec(self._trust)
         return self._spec
 
+    @property
+    def nothing(self) -> dict[str, Nothing]:
+        """The records that can hold nothing but ``None``, by name, with why."""
+        return find_nothing(self.manifest.records, [self.program.graph_module])
+
     def module(self) -> nn.Module:
         """The program as a module of its own; see ``ExportedProgram.module``."""
         return self.program.module()
@@ -215,12 +234,15 @@ class CapturedProgram:
             **kwargs: Its keyword arguments, and the ``capture_inputs`` of the export.
 
         Raises:
-            CaptureError: arguments are passed by position that were exported by name.
+            CaptureError: arguments are passed by position that were exported by name,
+                or the program was not exported for such arguments.
         """
         if self._module is None:
             self._module = self.program.module()
         args, kwargs = frontend.arrange(self.program, args, kwargs)
-        return Captured(*_split(self._module(*args, **kwargs), self.manifest))
+        with refusing():
+            raw = self._module(*args, **kwargs)
+        return Captured(*_split(raw, self.manifest))
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> CapturedProgram:
         """The same program after ``ExportedProgram.run_decompositions``."""
@@ -255,7 +277,12 @@ class CapturedProgram:
 
         Returns:
             The ``torch.onnx.ONNXProgram``.
+
+        Raises:
+            ModuleNotFoundError: a package of the ``onnx`` extra is not installed.
         """
+        for module in ("onnx", "onnxscript"):
+            check_installed(module, "onnx")
         program = self.portable()
         args, example_kwargs = program.example_inputs or ((), {})
         made = torch.onnx.export(
@@ -324,7 +351,9 @@ class CapturedProgram:
 
     def __repr__(self) -> str:
         names = ", ".join(o.name for o in self.manifest.outputs)
-        return f"CapturedProgram({self.manifest.spec_text}\n  outputs: {names})"
+        lines = [self.manifest.spec_text, f"  outputs: {names}"]
+        lines += [f"  {nothing}" for nothing in self.nothing.values()]
+        return "CapturedProgram(" + "\n".join(lines) + ")"
 
 
 def load(path: str | os.PathLike[str], *, trust: Iterable[str] = ()) -> CapturedProgram:
@@ -342,6 +371,7 @@ def load(path: str | os.PathLike[str], *, trust: Iterable[str] = ()) -> Captured
         CaptureError: the file holds no captured program, or is damaged.
         FileNotFoundError: there is no such file.
     """
+    check_file(path)
     trusted = trusting(trust)
     text = read_part(path, _FILE)
     if text is None:
@@ -394,8 +424,7 @@ def load_package(
         CaptureError: the file holds no captured program, or is damaged.
         FileNotFoundError: there is no such file.
     """
-    if not Path(path).exists():
-        raise FileNotFoundError(path)
+    check_file(path)
     trusted = trusting(trust)
     compiled, metadata = reading(path, lambda: _torch.aoti_load(str(path)))
     if _METADATA not in metadata:

@@ -32,6 +32,7 @@ from torch import fx, nn
 
 from fxcapture import _torch, passes
 from fxcapture.errors import SpecTypeError
+from fxcapture.inspect.arguments import example_arguments
 from fxcapture.inspect.fake_run import Fakes, trace
 from fxcapture.inspect.liveness import (
     Timeline,
@@ -44,6 +45,7 @@ from fxcapture.passes.base import TapKey
 from fxcapture.plan.inputs import find_inputs
 from fxcapture.plan.match import match, reducers_of
 from fxcapture.plan.plan import Plan
+from fxcapture.plan.printing import preformatted
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable, format_table
 from fxcapture.spec.capture_spec import CaptureSpec
@@ -92,7 +94,7 @@ class RecordCost:
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Estimate:
     """What a capture costs; prints as a table.
 
@@ -130,6 +132,12 @@ class Estimate:
         """Peak of live bytes with this spec."""
         return self.captured.peak_bytes
 
+    def __repr__(self) -> str:
+        return f"Estimate\n{self}"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
     def __str__(self) -> str:
         rows = [("record", "positions kept", "bytes kept", "bytes if all were kept")]
         for record in self.records:
@@ -149,7 +157,8 @@ class Estimate:
             ("with every position", self.full),
             ("this spec, records only", self.early_stop),
         ):
-            peaks.append((what, format_bytes(line.peak_bytes), line.peak_path))
+            at = line.peak_path or "(model)"
+            peaks.append((what, format_bytes(line.peak_bytes), at))
         share = self.early_stop_flops / self.flops if self.flops else 1.0
         return (
             f"{format_table(rows)}\n\n{format_table(peaks)}\n\n"
@@ -172,7 +181,7 @@ def format_bytes(count: int) -> str:
 def estimate(
     model: nn.Module,
     spec: CaptureSpec | Mapping[str, Any],
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     device: torch.device | str | None = None,
@@ -189,7 +198,8 @@ def estimate(
     Args:
         model: The model; its weights may be on any device, ``meta`` included.
         spec: What to capture.
-        args: The model's arguments; tensors count by shape, stride and dtype alone.
+        args: The model's arguments, or the only one if it is a tensor; tensors count by
+            shape, stride and dtype alone.
         kwargs: The model's keyword arguments.
         device: Where to pretend that it runs, which decides on the attention kernel;
             by default where its weights are (the CPU for ``meta``).
@@ -198,7 +208,7 @@ def estimate(
         Bytes per record, peaks, and what early stop would save.
 
     Raises:
-        SpecTypeError: ``model`` or ``spec`` is of the wrong type.
+        SpecTypeError: ``model``, ``spec`` or ``args`` is of the wrong type.
         TargetError: the spec does not fit the model, or what the run called.
         TraceError: the model reads values of tensors, which fake ones do not have.
         CaptureError: the model cannot be copied, or a value cannot be captured.
@@ -209,6 +219,7 @@ def estimate(
             why="sites are calls of submodules, so the model must be a torch.nn.Module",
             remedy="pass the module",
         )
+    positional, named = example_arguments(args, kwargs)
     if not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     model = _torch.unwrap_optimized(model)
@@ -218,8 +229,8 @@ def estimate(
     graph = trace(
         shadow,
         fakes,
-        tuple(args),
-        dict(kwargs or {}),
+        positional,
+        named,
         bound.targets,
         reducers_of(spec),
         lambda args, kwargs: find_inputs(spec, shadow, args, kwargs, None),

@@ -20,9 +20,11 @@ from torch import nn
 
 from fxcapture import _torch
 from fxcapture.errors import SpecTypeError, TraceError
+from fxcapture.inspect.arguments import example_arguments
 from fxcapture.inspect.estimate import format_bytes
 from fxcapture.inspect.fake_run import Fakes
 from fxcapture.plan.match import match
+from fxcapture.plan.printing import preformatted
 from fxcapture.plan.sites import (
     Site,
     SiteTable,
@@ -121,6 +123,9 @@ class Survey(Sequence[Point]):
     def __repr__(self) -> str:
         return f"Survey({len(self)} points)\n{self}"
 
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
+
 
 def _num_bytes(site: Site) -> int:
     return sum(
@@ -132,7 +137,7 @@ def _num_bytes(site: Site) -> int:
 
 def sites(
     model: nn.Module,
-    args: Sequence[Any] = (),
+    args: Sequence[Any] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     device: torch.device | str | None = None,
@@ -148,7 +153,8 @@ def sites(
     Args:
         model: The model; neither changed nor run.  Nothing is allocated for its
             parameters, and it may be on the meta device.
-        args: Example arguments; their shapes and dtypes count, not their values.
+        args: Example arguments, or the only one if it is a tensor; their shapes and
+            dtypes count, not their values.
         kwargs: Example keyword arguments.
         device: Where to pretend that everything is; by default where it is.
 
@@ -156,7 +162,7 @@ def sites(
         One point for each module that the run calls.
 
     Raises:
-        SpecTypeError: ``model`` is no module.
+        SpecTypeError: ``model`` is no module, or ``args`` no arguments.
         TraceError: the model reads the value of a tensor.
     """
     if not isinstance(model, nn.Module):
@@ -164,6 +170,7 @@ def sites(
             f"model is of type {type(model).__name__}",
             remedy="pass a torch.nn.Module",
         )
+    positional, named = example_arguments(args, kwargs)
     model = _torch.unwrap_optimized(model)
     fakes = Fakes(device)
     shadow = fakes.model(model)
@@ -179,7 +186,7 @@ def sites(
         # The fused kernel for inference calls no submodule.
         enter(shadow, steps_to(bound.targets, by_dynamo=False), note, {}, into=saved)
         with torch.no_grad(), fakes.mode, fused_attention(False):
-            shadow(*fakes.value(tuple(args)), **fakes.value(dict(kwargs or {})))
+            shadow(*fakes.value(positional), **fakes.value(named))
     except _torch.no_data_errors() as error:
         raise TraceError(
             f"{type(model).__name__} reads the value of a tensor, so that what it "

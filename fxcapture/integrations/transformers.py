@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any, final
 
+from fxcapture.errors import install_extra
 from fxcapture.modeling import decorators as modeling
 from fxcapture.modeling import patching
 from fxcapture.modeling.positions import layer_count
@@ -89,7 +90,16 @@ def install() -> Installation:
 
 
 def _check_version() -> None:
-    import transformers
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ModuleNotFoundError(
+            "the integration needs transformers, which is not installed\n"
+            f"  what to do: {install_extra('transformers')}",
+            name=error.name,
+        ) from error
 
     if not transformers.__version__.startswith(_TESTED):
         warnings.warn(

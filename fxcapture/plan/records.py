@@ -12,7 +12,13 @@ from typing import Any, NamedTuple, final
 
 import torch
 
-__all__ = ["Captured", "Records"]
+from fxcapture.plan.plan import Plan
+from fxcapture.plan.printing import preformatted
+
+__all__ = ["RETURNED_NONE", "Captured", "Records"]
+
+#: What a position says of itself where the module gave no value.
+RETURNED_NONE = "None (the module returned None)"
 
 
 @final
@@ -25,15 +31,17 @@ class Records(Mapping[str, tuple[Any, ...]]):
     for the same value in the same form share one tensor.
     """
 
-    __slots__ = ("_paths", "_values")
+    __slots__ = ("_paths", "_plan", "_values")
 
     def __init__(
         self,
         values: Mapping[str, tuple[Any, ...]],
         paths: Mapping[str, tuple[str, ...]],
+        plan: Plan | None = None,
     ) -> None:
         self._values = dict(values)
         self._paths = dict(paths)
+        self._plan = plan  # for printing; it mentions modules by name only
 
     def __getitem__(self, name: str) -> tuple[Any, ...]:
         return self._values[name]
@@ -56,13 +64,30 @@ class Records(Mapping[str, tuple[Any, ...]]):
         return Records, (self._values, self._paths)
 
     def __repr__(self) -> str:
+        slots = {r.name: r.slots for r in self._plan.records} if self._plan else {}
         lines = []
         for name, values in self._values.items():
-            lines.append(f"  {name}: {len(values)} positions")
-            for i, value in enumerate(values):
-                if value is not None:
-                    lines.append(f"    [{i}] {self._paths[name][i]!r}: {_brief(value)}")
+            length = f"{len(values)} position{'s' * (len(values) != 1)}"
+            # Without a plan it is not known which of the two it was.
+            nothing = ", all None: not selected, or the module returned None"
+            empty = name not in slots and values and all(v is None for v in values)
+            lines.append(f"  {name}: {length}{nothing if empty else ''}")
+            chosen = slots.get(name, (None,) * len(values))
+            for i, (value, slot) in enumerate(zip(values, chosen, strict=True)):
+                if value is None and slot is None:
+                    continue
+                path = self._paths[name][i]
+                shown = (repr(path) if path else "(model)") + (
+                    " (input)" if slot and slot.entry else ""
+                )
+                lines.append(
+                    f"    [{i}] {shown}: "
+                    + (RETURNED_NONE if value is None else _brief(value))
+                )
         return "Records(\n" + "\n".join(lines) + "\n)" if lines else "Records()"
+
+    def _repr_html_(self) -> str:
+        return preformatted(repr(self))
 
 
 def _brief(value: Any) -> str:

@@ -16,6 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final, overload
 
+from fxcapture.plan.printing import preformatted
 from fxcapture.trace.mark import BEGIN, ENDS, ENTRY, HOOKED, INPUT, RESULT, Mark
 from fxcapture.trace.structure import Structure
 from fxcapture.trace.structure_text import parse
@@ -146,9 +147,14 @@ class SiteTable(Sequence[Site]):
         return hash(self._sites)
 
     def __repr__(self) -> str:
-        return f"SiteTable({len(self)} sites)\n{self}"
+        return f"SiteTable({len(self)} site{'s' * (len(self) != 1)})\n{self}"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     def __str__(self) -> str:
+        if not self._sites:
+            return "no sites: nothing was called yet, or nothing that a target names"
         rows = [("site", "class", "call", "where", "output", "shape", "dtype")]
         for site in self._sites:
             where = "eager" if site.graph is None else f"graph {site.graph}"

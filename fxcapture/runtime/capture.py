@@ -269,7 +269,7 @@ class Capture:
             for record in plan.records
         }
         call.finish(plan, None)
-        return Records(values, {r.name: r.paths for r in plan.records})
+        return Records(values, {r.name: r.paths for r in plan.records}, plan)
 
     def _plan_of(self, call: Call) -> tuple[Plan, tuple[tuple[int, int], ...]]:
         """The plan of a finished broken run, made once for each sequence of sites."""

@@ -6,22 +6,22 @@ The one module that knows every stage.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
 from torch import fx, nn
 
 from fxcapture import _torch
-from fxcapture.errors import EagerSiteError, SpecTypeError
-from fxcapture.passes.base import TapKey
-from fxcapture.passes.insert_taps import COPIES
-from fxcapture.plan.plan import Slot
+from fxcapture.errors import EagerSiteError, SpecTypeError, TraceError, nearest
+from fxcapture.inspect.drawing.draw import draw
+from fxcapture.plan.printing import Printed
 from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import canonical_selection
-from fxcapture.plan.sites import Site, SiteTable, format_table
+from fxcapture.plan.sites import SiteTable
 from fxcapture.runtime.call import Call
-from fxcapture.runtime.compiled_graph import NUMBER
 from fxcapture.runtime.dynamo import DynamoProgram
+from fxcapture.runtime.explain import explain
 from fxcapture.runtime.functional import collector
 from fxcapture.runtime.model_outputs import has_field, inject_records
 from fxcapture.spec.capture_spec import CaptureSpec
@@ -205,7 +205,15 @@ class CapturedModule(nn.Module):
             CaptureError: a value cannot be captured.
         """
         selection = self._fxc_selection
-        if select:
+        if select is not None:
+            if not isinstance(select, Mapping):
+                raise SpecTypeError(
+                    f"select={select!r} is of type {type(select).__name__}",
+                    why="a spec may have several records, each with positions of its "
+                    "own",
+                    remedy=f"name the record: select={{'"
+                    f"{next(iter(self._fxc_spec), 'name')}': {select!r}}}",
+                )
             merged = dict(selection) | dict(select)
             selection = canonical_selection(self._fxc_spec, merged)
         if _torch.is_traced():
@@ -217,7 +225,11 @@ class CapturedModule(nn.Module):
             kept = output if self._fxc_settings["keep_output"] else None
             return Captured(kept, records)
         program = self._fxc_program
-        output, records, call = program.run(args, kwargs, selection, capture_inputs)
+        try:
+            output, records, call = program.run(args, kwargs, selection, capture_inputs)
+        except TraceError as error:
+            _refuse_arguments(self._fxc_model, args, kwargs, error)
+            raise
         if self._fxc_settings["on_eager"] == "error":
             _refuse_eager(call)
         if self._fxc_settings["declared"]:
@@ -258,23 +270,27 @@ class CapturedModule(nn.Module):
         """The instrumented graphs compiled so far, in order; do not edit them."""
         return tuple(self._fxc_program.graphs())
 
-    def explain(self, format: Literal["table", "text", "svg", "dot"] = "table") -> str:
+    def explain(
+        self,
+        format: Literal["table", "text", "svg", "dot"] = "table",
+        *,
+        full: bool = False,
+    ) -> Printed:
         """Per record, which site fed which position in the latest call, and where.
 
         Args:
             format: ``"table"`` lists positions, with the reason for each copy and for
                 what ran eagerly; ``"text"``, ``"svg"`` and ``"dot"`` draw the model's
                 modules with their taps.
+            full: Say in full why the model is not one graph, as Dynamo puts it; else
+                in one line.
 
         Raises:
             SpecError: the format is none of these.
         """
         if format != "table":
-            # Not imported with the package: few programs draw.
-            from fxcapture.inspect.drawing.picture import draw
-
             return draw(self, format)
-        return explain(self._fxc_program, self._fxc_selection)
+        return explain(self._fxc_program, self._fxc_selection, full=full)
 
     def _fxc_parts(self) -> tuple[nn.Module, CaptureSpec, DynamoProgram]:
         """The model, the spec (with this sibling's selection) and the program."""
@@ -350,6 +366,26 @@ for _name in dir(nn.Module):
 CapturedModule._apply = _delegate("_apply")  # type: ignore[method-assign]
 
 
+def _refuse_arguments(
+    model: nn.Module, args: Any, kwargs: Any, error: TraceError
+) -> None:
+    """Raise if Dynamo could not trace because the model does not take the arguments."""
+    if model._forward_pre_hooks:
+        return  # they may make other arguments of these
+    signature = inspect.signature(model.forward)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as cause:
+        unknown = next((k for k in kwargs if k not in signature.parameters), "")
+        raise SpecTypeError(
+            f"{type(model).__name__} does not take these arguments",
+            why=f"{cause}: forward{signature}",
+            nearest=nearest(unknown, signature.parameters) if unknown else (),
+            remedy="pass what the model takes; a captured model adds select= and "
+            "capture_inputs= alone",
+        ) from error
+
+
 def _refuse_eager(call: Call) -> None:
     eager = [site for site in call.sites if site.graph is None]
     if eager:
@@ -359,45 +395,3 @@ def _refuse_eager(call: Call) -> None:
             why=call.break_reason or "Dynamo ran the module's caller eagerly",
             remedy='remove the graph break, or pass on_eager="allow"',
         )
-
-
-def explain(program: DynamoProgram, selection: tuple[tuple[str, Any], ...]) -> str:
-    """See :meth:`CapturedModule.explain`."""
-    sites = program.last_sites
-    if not sites:
-        return "no call has been made yet"
-    plan = program.plan_of(sites, selection)
-    rows = [("record", "position", "site", "call", "where", "memory")]
-    for record in plan.records:
-        for i, slot in enumerate(record.slots):
-            if slot is None:
-                path = record.paths[i]
-                rows.append((record.name, str(i), path, "", "not selected", ""))
-                continue
-            site = sites[slot.site]
-            where = "eager" if site.graph is None else f"graph {site.graph}"
-            if site.region:
-                where += " in " + " in ".join(reversed(site.region))
-            if slot.entry:
-                where += " (input)"
-            path, call = site.path or "(model)", str(site.call)
-            memory = _copies_of(program, slot, site)
-            rows.append((record.name, str(i), path, call, where, memory))
-    text = format_table(rows)
-    if program.break_reason:
-        text += "\n\nnot one graph, because:\n" + program.break_reason.strip()
-    return text
-
-
-def _copies_of(program: DynamoProgram, slot: Slot, site: Site) -> str:
-    """Whether the values of a slot are copies, and why; empty where it is not known."""
-    if site.graph is None:
-        return "copied: what runs outside a graph may be written to"
-    for graph in program.graphs():
-        copies: Mapping[TapKey, str] = graph.meta[COPIES]
-        if graph.meta.get(NUMBER) == site.graph:
-            keys = [TapKey(slot.site, leaf=leaf) for _, leaf in slot.leaves]
-            found = dict.fromkeys(copies[key] for key in keys if key in copies)
-            if found:
-                return "; ".join(found)
-    return ""

@@ -95,11 +95,12 @@ class RecordReader:
         places: What to index the taps with.
     """
 
-    __slots__ = ("_paths", "_readers")
+    __slots__ = ("_paths", "_plan", "_readers")
 
     def __init__(
         self, plan: Plan, sites: SiteTable, places: Mapping[TapKey, Any]
     ) -> None:
+        self._plan = plan
         self._paths = {r.name: r.paths for r in plan.records}
         # Worked out once, so that a call only indexes its outputs.
         self._readers = [
@@ -113,7 +114,7 @@ class RecordReader:
             name: tuple([read and read(taps) for read in readers])
             for name, readers in self._readers
         }
-        return Records(made, self._paths)
+        return Records(made, self._paths, self._plan)
 
 
 def _reader(

@@ -40,7 +40,7 @@ class Tap:
     Args:
         target: See :mod:`fxcapture.spec.selector` for the grammar.
         output: Element of a tuple or list (int), key of a dict, field of a dataclass or
-            named tuple (str).  An output that is not a container is taken whole.
+            named tuple (str).  What is not a container is taken whole by 0 alone.
             ``None``: the whole output, its structure kept.  With ``point="input"``: the
             parameter of ``forward``, by position or name, however it was passed;
             ``None`` means the first.

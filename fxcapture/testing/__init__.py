@@ -32,6 +32,7 @@ def check_pass(
     inputs: Sequence[Any],
     *,
     idempotent: bool = True,
+    adds_outputs: bool = False,
 ) -> fx.GraphModule:
     """Check a pass: lint clean, truthful ``modified``, same outputs, idempotent.
 
@@ -40,6 +41,8 @@ def check_pass(
         graph_module: What to run it on; changed.
         inputs: Inputs to compare the outputs on.
         idempotent: Whether a second run has to change nothing.
+        adds_outputs: Whether the pass is there to add outputs, behind those that the
+            graph has; otherwise their number has to stay.
 
     Returns:
         The graph module after the pass.
@@ -56,8 +59,13 @@ def check_pass(
     after = _printed(made)
     assert result.modified == (before != after), "modified is not truthful"
     got = made(*copied(tuple(inputs)))
-    for left, right in zip(_flat(expected), _flat(got), strict=False):
-        assert torch.equal(left, right), "the pass changed an output"
+    olds, news = _flat(expected), _flat(got)
+    assert len(news) >= len(olds), f"the pass left {len(news)} of {len(olds)} outputs"
+    assert adds_outputs or len(news) == len(olds), (
+        f"the pass made {len(olds)} outputs {len(news)}"
+    )
+    for old, new in zip(olds, news, strict=False):  # what is added stands behind them
+        assert torch.equal(old, new), "the pass changed an output"
     if idempotent:
         again = run(made)
         assert not again.modified, "a second run changes something"

@@ -21,6 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from fxcapture import _torch
+from fxcapture.errors import ElementError
 from fxcapture.plan.inputs import find_inputs
 from fxcapture.plan.match import Match, entry_name, match
 from fxcapture.plan.records import Captured, Records
@@ -141,17 +142,27 @@ class _NoteWeights(TorchFunctionMode):
 
 
 def _element(value: Any, name: int | str | None) -> Any:
-    if name is None or isinstance(value, (torch.Tensor, torch.Size)):
+    if name is None:
         return value
     if isinstance(value, Mapping):
         if name in value:
             return value[name]
         return value[name] if hasattr(value, "to_tuple") else value[str(name)]
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         return value[name] if isinstance(name, int) else getattr(value, name)
-    if dataclasses.is_dataclass(value) and isinstance(name, str):
-        return getattr(value, name)
-    return value
+    if dataclasses.is_dataclass(value):
+        values = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+        if isinstance(name, int):
+            return [v for v in values.values() if v is not None][name]
+        return values[name]
+    if name == 0:
+        return value
+    kind = "tensor" if isinstance(value, torch.Tensor) else repr(value)
+    raise ElementError(
+        f"output={name!r} does not exist in the output of a module",
+        why=f"{kind} has no elements",
+        remedy="pass output=None for the whole value",
+    )
 
 
 def _reduced(tap: Tap, value: Any, inputs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A captured model compared with the eager reference, record by record.
+"""A captured model compared with the eager reference: its records and its output.
 
 Terms
     difference: of two tensors, the largest absolute difference of an element; NaNs in
@@ -18,6 +18,8 @@ from typing import Any, final
 import torch
 
 from fxcapture.errors import VerificationError
+from fxcapture.inspect.nothing import Nothing, find_nothing
+from fxcapture.plan.printing import preformatted
 from fxcapture.plan.sites import format_table
 from fxcapture.runtime.captured_module import CapturedModule
 from fxcapture.testing.reference import eager_reference, snapshot
@@ -34,7 +36,7 @@ TOLERANCES: Mapping[torch.dtype, float] = {
 
 
 @final
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Verification:
     """How far a captured model is from the eager reference.
 
@@ -43,11 +45,22 @@ class Verification:
             any of its tensors; 0.0 where all are bitwise equal.
         output_difference: The same of the model's output; ``None`` if it was not kept.
         scales: Record name to the largest absolute value in the reference.
+        output_scale: The same of the model's output; 0.0 if it was not kept.
+        nothing: The records that hold nothing but ``None``, in which the two cannot
+            differ; each prints as a sentence that says why.
     """
 
     differences: Mapping[str, float]
     output_difference: float | None
     scales: Mapping[str, float]
+    output_scale: float = 0.0
+    nothing: Mapping[str, Nothing] = dataclasses.field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"Verification\n{self}"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     def __str__(self) -> str:
         rows = [("record", "largest difference", "largest value")]
@@ -57,7 +70,7 @@ class Verification:
         ]
         if self.output_difference is not None:
             rows.append(("(output)", f"{self.output_difference:.3g}", ""))
-        return format_table(rows)
+        return "\n\n".join([format_table(rows), *map(str, self.nothing.values())])
 
 
 def verify(captured: CapturedModule, *args: Any, **kwargs: Any) -> Verification:
@@ -69,10 +82,11 @@ def verify(captured: CapturedModule, *args: Any, **kwargs: Any) -> Verification:
         **kwargs: The model's keyword arguments.
 
     Returns:
-        The largest difference per record.
+        The largest difference per record, and of the output.
 
     Raises:
-        VerificationError: a record differs in length, structure, shape or dtype.
+        VerificationError: a record or the output differs in length, structure, shape
+            or dtype.
     """
     model, spec, _ = captured._fxc_parts()
     with torch.random.fork_rng():
@@ -94,10 +108,18 @@ def verify(captured: CapturedModule, *args: Any, **kwargs: Any) -> Verification:
         ]
         differences[name] = max((d for d, _ in pairs), default=0.0)
         scales[name] = max((s for _, s in pairs), default=0.0)
-    kept = None
-    if output is not None:
-        kept = _difference(snapshot(reference.output), output, "the output")[0]
-    return Verification(differences=differences, output_difference=kept, scales=scales)
+    program = captured._fxc_program
+    plan = program.plan_of(program.last_sites, captured._fxc_selection)
+    kept, size = None, 0.0
+    if captured._fxc_settings["keep_output"]:
+        kept, size = _difference(snapshot(reference.output), output, "the output")
+    return Verification(
+        differences=differences,
+        output_difference=kept,
+        scales=scales,
+        output_scale=size,
+        nothing=find_nothing(plan.records, captured.graphs),
+    )
 
 
 def _difference(expected: Any, got: Any, where: str) -> tuple[float, float]:
@@ -170,8 +192,9 @@ def assert_parity(
     Args:
         captured: What :func:`fxcapture.compile` returned.
         *args: The model's arguments.
-        tolerance: Largest difference allowed, absolute and relative to the record's
-            largest value; by default the one of the model's dtype in ``TOLERANCES``.
+        tolerance: Largest difference allowed, absolute and relative to the largest
+            value of the record, or of the output; by default the one of the model's
+            dtype in ``TOLERANCES``.
         **kwargs: The model's keyword arguments.
 
     Raises:
@@ -181,11 +204,17 @@ def assert_parity(
     if tolerance is None:
         dtypes = {p.dtype for p in captured.parameters()} or {torch.float32}
         tolerance = max(TOLERANCES.get(d, 0.0) for d in dtypes)
-    for name, difference in result.differences.items():
-        limit = tolerance * max(1.0, result.scales[name])
+    found = [
+        (f"record {name!r}", difference, result.scales[name])
+        for name, difference in result.differences.items()
+    ]
+    if result.output_difference is not None:
+        found.append(("the output", result.output_difference, result.output_scale))
+    for what, difference, scale in found:
+        limit = tolerance * max(1.0, scale)
         if not difference <= limit:
             raise VerificationError(
-                f"record {name!r} is {difference:.3g} away from the eager reference",
+                f"{what} is {difference:.3g} away from the eager reference",
                 why=f"the tolerance is {limit:.3g}",
                 remedy="pass a wider tolerance= if the backend may round differently",
             )

@@ -101,17 +101,23 @@ class Structure:
     def element(self, name: int | str | None, what: str) -> Structure:
         """The part that ``output=name`` means.
 
-        A value that is not a container is taken whole.
+        A value that is not a container is taken whole by 0, for layers that return a
+        tuple in one version and its only element in the next; nothing else names it.
 
         Args:
             name: Position, key, field name, or ``None`` for the whole.
             what: The value in words, for the error message.
 
         Raises:
-            ElementError: the container has no such part.
+            ElementError: the value has no such part.
         """
-        if name is None or self.kind in ("tensor", "int", "const", "opaque"):
+        if name is None:
             return self
+        is_size = self.cls is not None and issubclass(self.cls, torch.Size)
+        if is_size or self.kind in ("tensor", "int", "const", "opaque"):
+            if name == 0:
+                return self
+            raise self._no_element(name, what, f"{self.describe()} has no elements")
         if self.kind == "sequence":
             return self._element_of_sequence(name, what)
         if name in self.keys:
@@ -135,8 +141,6 @@ class Structure:
 
     def _element_of_sequence(self, name: int | str, what: str) -> Structure:
         cls = self.cls or tuple
-        if issubclass(cls, torch.Size):
-            return self
         if isinstance(name, int):
             if -len(self.children) <= name < len(self.children):
                 return self.children[name]

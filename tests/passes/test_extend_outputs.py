@@ -17,7 +17,7 @@ def test_taps_are_appended_in_graph_order_and_named() -> None:
     passes.insert_taps(graph, marked, wanted, sizes)
     graph.recompile()
 
-    made = check_pass(passes.extend_outputs, graph, [X])
+    made = check_pass(passes.extend_outputs, graph, [X], adds_outputs=True)
 
     assert readable(made).splitlines()[-1] == "return ((mul_1, clone, clone_1))"
     assert [key.site for key in made.meta[passes.OUTPUTS]] == [0, 1]

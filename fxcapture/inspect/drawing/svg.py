@@ -9,12 +9,9 @@ from __future__ import annotations
 import html
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+from fxcapture.inspect.drawing.picture import Picture, Row
 from fxcapture.inspect.estimate import Estimate, format_bytes
-
-if TYPE_CHECKING:
-    from fxcapture.inspect.drawing.picture import Picture, Row
 
 __all__ = ["picture_svg", "timeline_svg"]
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING
 
+from fxcapture.inspect.drawing.picture import Picture
 from fxcapture.inspect.estimate import format_bytes
 from fxcapture.plan.sites import format_table
-
-if TYPE_CHECKING:
-    from fxcapture.inspect.drawing.picture import Picture
 
 __all__ = ["picture_dot", "picture_text"]
 

@@ -1,0 +1,8 @@
+"""``python -m fxcapture``: the command line."""
+
+from __future__ import annotations
+
+from fxcapture.cli import main
+
+if __name__ == "__main__":
+    main()
