@@ -61,6 +61,7 @@ from fxcapture._torch.pytrees import (
 from fxcapture._torch.storages import (
     is_dense,
     is_recorded,
+    is_subclass,
     storage_id,
     surely_equal,
     version_of,
@@ -94,6 +95,7 @@ __all__ = [
     "is_fake",
     "is_higher_order",
     "is_recorded",
+    "is_subclass",
     "is_traced",
     "is_transformed",
     "late_compilation",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fxcapture._torch.transforms import is_transformed
 
@@ -69,3 +70,13 @@ def is_recorded(value: torch.Tensor) -> bool:
     if value.grad_fn is None:
         return False
     return not value._is_view() or value._base is None or not value._base.is_leaf
+
+
+def is_subclass(value: torch.Tensor) -> bool:
+    """Whether a tensor is of a class that decides itself which operators it knows."""
+    if value.is_nested:
+        return True
+    kind = type(value)
+    if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        return False
+    return is_traceable_wrapper_subclass(value)

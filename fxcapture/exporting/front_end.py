@@ -47,7 +47,7 @@ from fxcapture.plan.match import reducers_of
 from fxcapture.plan.plan import Plan
 from fxcapture.reductions import Reducers
 from fxcapture.spec.capture_spec import CaptureSpec
-from fxcapture.trace.mark import emit_mark
+from fxcapture.trace.mark import allow_marks, emit_mark
 from fxcapture.trace.observe import Target
 from fxcapture.trace.scope import Saved, enter, leave, steps_to
 from fxcapture.trace.signature import describe_forward
@@ -139,6 +139,8 @@ def trace(
     places = find_places(spec, model, args, kwargs, capture_inputs)
     if capture_inputs:
         dynamic_shapes = _shapes_with(dynamic_shapes, model, capture_inputs)
+    if strict:
+        allow_marks()
     late = {w.source for w in weights_wanted(spec).values() if w.source}
     with (
         overridden(model, targets, reducers_of(spec), places, capture_inputs, late),

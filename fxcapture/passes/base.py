@@ -24,7 +24,7 @@ from torch import fx
 
 from fxcapture import _torch
 from fxcapture.plan.plan import Leaf
-from fxcapture.trace.mark import MARK
+from fxcapture.trace.mark import MARK, emit_mark
 
 __all__ = [
     "TAP",
@@ -69,9 +69,10 @@ class PassResult:
 
 def is_mark(node: fx.Node) -> bool:
     """Whether a node is a mark."""
-    return (node.op == "call_function" and node.target is MARK) or (
-        node.target is torch.ops.fxcapture.mark
-    )
+    return node.op == "call_function" and node.target in _MARKS
+
+
+_MARKS = (MARK, torch.ops.fxcapture.mark, emit_mark)
 
 
 def bodies(gm: fx.GraphModule, node: fx.Node) -> Iterator[tuple[str, fx.GraphModule]]:

@@ -142,7 +142,8 @@ def _compute(
 
     keeps_more = False
     graph = fused.node.graph
-    with graph.inserting_after(fused.node):
+    # Not ``inserting_after``, which would put several nodes in reverse.
+    with graph.inserting_before(fused.node.next):
         if aten:
             node = inline(graph, attention_weights_of, *nodes)
         else:

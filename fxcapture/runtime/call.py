@@ -29,7 +29,8 @@ from fxcapture.plan.plan import Leaf, Plan
 from fxcapture.plan.records import Records
 from fxcapture.plan.sites import Site, SiteTable, pair_hooked
 from fxcapture.spec.capture_spec import CaptureSpec
-from fxcapture.trace.mark import BEGIN, RESULT, Mark
+from fxcapture.trace.mark import BEGIN, RESULT, Mark, receiver
+from fxcapture.trace.real_scope import Holder, hold_by
 
 __all__ = ["Call", "Observation", "call_in_flight", "eager_call_in_flight"]
 
@@ -205,13 +206,14 @@ class Call:
         started: A graph of it has begun to run, so that it cannot start over.
         error: An error of ours that has to pass through Dynamo unharmed.
         plan: What fed its records; ``None`` before it has finished.
+        holder: The frame that it runs in; ``None`` when it has ended.
         break_reason: Why it did not run as one graph; ``None`` if it did.
     """
 
     __slots__ = (
         "__weakref__", "_made", "_pending", "_repeated", "_spec", "_table", "bound",
-        "break_reason", "delivered", "error", "inputs", "observations", "owner", "plan",
-        "repeats", "selection", "started", "whole",
+        "break_reason", "delivered", "error", "holder", "inputs", "observations",
+        "owner", "plan", "repeats", "selection", "started", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -237,6 +239,7 @@ class Call:
         self.error: BaseException | None = None
         self.plan: Plan | None = None
         self.break_reason: str | None = None
+        self.holder: Holder | None = None
         self._spec = spec
         self._pending: list[Mark] = []
         self._made: dict[str, _Window] | None = None
@@ -349,6 +352,25 @@ class Call:
             self._table = SiteTable(pair_hooked(described)[0])
             self.observations = []
         return self._table
+
+
+def put_in_flight(
+    current: contextvars.ContextVar[Call | None], call: Call, depth: int = 2
+) -> contextvars.Token[Call | None]:
+    """Make a call the one in flight.
+
+    Args:
+        current: Holds the call in flight.
+        call: The call.
+        depth: How many frames above this function the one is that the call runs in.
+    """
+    outer = current.get()
+    if outer is not None and (outer.holder is None or not outer.holder.runs):
+        # An interrupt came before the call could be taken away.
+        current.set(None)
+        receiver.set(None)
+    call.holder = hold_by(depth)
+    return current.set(call)
 
 
 call_in_flight: contextvars.ContextVar[Call | None] = contextvars.ContextVar(

@@ -36,13 +36,14 @@ from fxcapture.runtime.call import (
     Observation,
     call_in_flight,
     eager_call_in_flight,
+    put_in_flight,
 )
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
 from fxcapture.trace.eager_scope import EagerScope
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import ENTRY, ORIGINAL, Mark, receiver
-from fxcapture.trace.real_scope import Holder, RealScope, RunRegion, hold_by
+from fxcapture.trace.real_scope import Holder, RealScope, RunRegion
 
 __all__ = ["Capture", "InFlight"]
 
@@ -336,12 +337,13 @@ class InFlight:
 
     def __enter__(self) -> Call:
         try:
-            before = self._current.set(self.call)
+            before = put_in_flight(self._current, self.call, self._depth + 1)
             self._reset.append(lambda: self._current.reset(before))
             if self._current is call_in_flight:
                 taking = receiver.set(self.call.take)
                 self._reset.append(lambda: receiver.reset(taking))
-            self._holder = hold_by(self._depth)
+            self._holder = self.call.holder
+            assert self._holder is not None
             self._scope.enter(self._holder)
             self.call.bound = self._scope.bound
         except BaseException:
@@ -357,6 +359,7 @@ class InFlight:
     ) -> None:
         if self._holder is not None:
             self._scope.leave(self._holder)
+        self.call.holder = None
         while self._reset:
             self._reset.pop()()
 

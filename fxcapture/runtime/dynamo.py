@@ -33,7 +33,7 @@ from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable
 from fxcapture.reductions import bind_inputs
-from fxcapture.runtime.call import Call, call_in_flight
+from fxcapture.runtime.call import Call, call_in_flight, put_in_flight
 from fxcapture.runtime.capture import Capture
 from fxcapture.runtime.compiled_graph import CompiledGraph, kept_graph, kept_outputs
 from fxcapture.runtime.piece_run import FULL, PieceDelivery
@@ -41,7 +41,7 @@ from fxcapture.runtime.whole_run import WholeDelivery
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
 from fxcapture.trace.fused_layers import fused_attention
-from fxcapture.trace.mark import emit_mark, input_named
+from fxcapture.trace.mark import allow_marks, emit_mark, input_named
 from fxcapture.trace.scope import enter, leave, restore_left_behind, steps_to
 
 __all__ = ["DynamoProgram"]
@@ -115,6 +115,7 @@ class DynamoProgram:
         kind = type(model).__name__
         self._name = f"{kind}_{_counts[kind]}"
         _counts[kind] += 1
+        allow_marks()
         me = weakref.ref(self)
         self.capture = Capture(
             model,
@@ -280,7 +281,7 @@ class DynamoProgram:
         call = Call(
             self.capture, selection, whole=True, spec=self.spec, bound=self._bound
         )
-        token = call_in_flight.set(call)
+        token = put_in_flight(call_in_flight, call)
         compiled = len(self._graphs)
         try:
             output = self._run_whole(inputs or None, *args, **kwargs)
@@ -290,6 +291,7 @@ class DynamoProgram:
             self._cannot_run_whole(error, call)
             return None
         finally:
+            call.holder = None
             call_in_flight.reset(token)
         if len(self._graphs) != compiled:
             left = restore_left_behind(self.model, self._bound.targets)

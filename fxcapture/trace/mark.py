@@ -52,6 +52,7 @@ __all__ = [
     "RESULT",
     "Emit",
     "Mark",
+    "allow_marks",
     "emit_mark",
     "input_named",
     "received",
@@ -156,5 +157,31 @@ torch.library.register_vmap(
 MARK = torch.ops.fxcapture.mark.default
 torch.fx.node.has_side_effect(MARK)
 
-#: Puts a mark into the graph that is being traced.
-emit_mark: Emit = torch.ops.fxcapture.mark
+
+def emit_mark(
+    token: torch.Tensor | None,
+    tensors: Sequence[torch.Tensor],
+    sizes: Sequence[Any],
+    structure: str,
+    path: str,
+    kind: str,
+) -> None:
+    """Put a mark into the graph that is being traced.
+
+    In Dynamo's graph it is a call of this function, so that a tensor of any class can
+    be marked: a subclass (``DTensor``, a jagged tensor) knows the operators it knows.
+    Whoever traces with Dynamo calls ``allow_marks`` first.
+    """
+    fields = (token, tensors, sizes, structure, path, kind)
+    if any(map(_torch.is_subclass, tensors)):
+        _executed(*fields)
+    else:
+        torch.ops.fxcapture.mark(*fields)
+
+
+torch.fx.node.has_side_effect(emit_mark)
+
+
+def allow_marks() -> None:
+    """Let Dynamo put calls of :func:`emit_mark` into its graphs as they are."""
+    torch.compiler.allow_in_graph(emit_mark)  # type: ignore[no-untyped-call]
