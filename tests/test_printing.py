@@ -6,11 +6,13 @@ import pickle
 from xml.etree import ElementTree
 
 import torch
+from torch import nn
 
 import fxcapture as fxc
 from fxcapture import Tap
 from fxcapture.inspect.drawing.draw import draw_timeline
-from tests.models import encoder, ids
+from fxcapture.inspect.reasons import with_user_names
+from tests.models import encoder, ids, rows
 from tests.test_nothing import STATES, captured
 
 SPEC = {"h": Tap("layers.*", initial=True, select=[0, -1]), "all": ""}
@@ -100,3 +102,62 @@ def test_one_is_singular() -> None:
     made(ids())
 
     assert "SiteTable(1 site)" in repr(made.sites)
+
+
+class Translates(nn.Module):
+    """An encoder and a decoder of torch's own layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = {"nhead": 2, "dim_feedforward": 8, "dropout": 0.0, "batch_first": True}
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, **layer), 2)
+        self.decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(8, **layer), 2)
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return self.decoder(target, self.encoder(source))
+
+
+def test_states_of_torchs_own_layers_are_not_copied_without_need() -> None:
+    spec = {"encoder": "encoder.layers.*", "decoder": "decoder.layers.*"}
+    captured = fxc.compile(Translates(), spec, backend="eager", fullgraph=True)
+    captured(rows(2, 5, 8), rows(2, 4, 8))
+
+    table = [line.split("  ")[-1].strip() for line in captured.explain().splitlines()]
+
+    assert table[1:] == [
+        *["no copy: nothing writes to it"] * 3,
+        "copied: shares memory with an output of the graph",
+    ]
+
+
+class Passes(nn.Module):
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h
+
+
+class Aliasing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.some_part = Passes()
+        self.my_bias = nn.Parameter(torch.ones(8))
+
+    def forward(self, h: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        self.some_part(self.my_bias)
+        self.some_part(h)
+        return self.some_part(scale) * h
+
+
+def test_names_in_explain_are_those_of_the_users_model() -> None:
+    captured = fxc.compile(Aliasing(), {"h": "some_part"}, backend="eager")
+    captured(rows(), scale=rows())
+
+    assert "copied: shares memory with the model's 'my_bias'" in captured.explain()
+    assert "copied: shares memory with the argument 0" in captured.explain()
+    assert "copied: shares memory with the argument 'scale'" in captured.explain()
+    assert (
+        with_user_names(
+            "shares memory with the input l_model_modules_layers_modules_1_modules_"
+            "self_attn_modules_out_proj_parameters_bias_"
+        )
+        == "shares memory with the model's 'layers.1.self_attn.out_proj.bias'"
+    )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fxcapture.inspect.nothing import find_nothing, returned_none
-from fxcapture.inspect.reasons import one_line
+from fxcapture.inspect.reasons import one_line, with_user_names
 from fxcapture.passes.base import TapKey
 from fxcapture.passes.insert_taps import COPIES
 from fxcapture.plan.plan import Slot
@@ -69,5 +69,5 @@ def _copies_of(program: DynamoProgram, slot: Slot, site: Site) -> str:
             keys = [TapKey(slot.site, leaf=leaf) for _, leaf in slot.leaves]
             found = dict.fromkeys(copies[key] for key in keys if key in copies)
             if found:
-                return "; ".join(found)
+                return "; ".join(map(with_user_names, found))
     return ""

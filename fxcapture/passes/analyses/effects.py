@@ -28,17 +28,18 @@ __all__ = ["allocates", "node_name", "written_args"]
 _ALLOCATES = frozenset(
     {
         "abs", "adaptive_avg_pool1d", "adaptive_avg_pool2d", "add", "addmm", "argmax",
-        "attention_weights_of",
-        "avg_pool1d", "avg_pool2d", "baddbmm", "batch_norm", "bmm", "cat", "clone",
-        "concat", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
-        "cos", "cumsum", "div", "embedding", "empty_like", "eq", "erf", "exp", "ge",
-        "gelu", "group_norm", "gt", "instance_norm", "layer_norm", "le", "leaky_relu",
-        "linear", "log", "log_softmax", "logical_and", "logical_not", "logical_or",
-        "lt", "masked_fill", "matmul", "max_pool1d", "max_pool2d", "mean", "mul", "mv",
-        "ne", "neg", "ones_like", "pow", "prod", "randn_like", "reciprocal", "relu",
-        "relu6", "rms_norm", "rsqrt", "scaled_dot_product_attention", "sigmoid", "silu",
-        "sin", "softmax", "softplus", "sqrt", "stack", "std", "sub", "sum", "tanh",
-        "topk", "tril", "triu", "truediv", "var", "where", "zeros_like",
+        "attention_weights_of", "avg_pool1d", "avg_pool2d", "baddbmm", "batch_norm",
+        "bmm", "cat", "clone", "concat", "conv1d", "conv2d", "conv3d",
+        "conv_transpose1d", "conv_transpose2d", "cos", "cumsum", "div", "embedding",
+        "empty_like", "eq", "erf", "exp", "ge", "gelu", "group_norm", "gt",
+        "instance_norm", "layer_norm", "le", "leaky_relu", "linear", "log",
+        "log_softmax", "logical_and", "logical_not", "logical_or", "lt", "masked_fill",
+        "matmul", "max_pool1d", "max_pool2d", "mean", "mul",
+        "multi_head_attention_forward", "mv", "ne", "neg", "ones_like", "pow", "prod",
+        "randn_like", "reciprocal", "relu", "relu6", "rms_norm", "rsqrt",
+        "scaled_dot_product_attention", "sigmoid", "silu", "sin", "softmax", "softplus",
+        "sqrt", "stack", "std", "sub", "sum", "tanh", "topk", "tril", "triu", "truediv",
+        "var", "where", "zeros_like",
     }
 )  # fmt: skip
 
