@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,6 +15,15 @@ from fxcapture.inspect.estimate import estimate
 
 ROOT = Path(__file__).parent.parent
 IMAGES = ROOT / "docs" / "images"
+
+
+def draw_readme() -> str:
+    """The capture of the README's own example."""
+    text = (ROOT / "README.md").read_text()
+    code = text.split("```python\n")[1].split("```")[0]
+    made: dict[str, Any] = {"__name__": "readme"}
+    exec(code.replace("fullgraph=True", 'fullgraph=True, backend="eager"'), made)
+    return str(draw(made["captured"], "svg"))
 
 
 def main() -> None:
@@ -37,6 +47,7 @@ def main() -> None:
     with torch.no_grad():
         captured(torch.zeros(2, 32, dtype=torch.int64))
     (IMAGES / "picture.svg").write_text(draw(captured, "svg"))
+    (IMAGES / "readme.svg").write_text(draw_readme())
     for plot in (ROOT / "benchmarks" / "results").glob("*.svg"):
         shutil.copy(plot, IMAGES / plot.name)
 

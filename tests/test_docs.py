@@ -8,7 +8,10 @@ for a C++ compiler: here the default is ``aot_eager``, which gives the same valu
 
 from __future__ import annotations
 
+import contextlib
+import doctest
 import importlib
+import io
 import json
 import os
 import re
@@ -174,14 +177,23 @@ def run_blocks(page: Path, namespace: dict[str, Any]) -> int:
     """Run a page's blocks, and say how many there were."""
     count = 0
     found = BLOCK.findall(page.read_text())
+    printed = ""  # by the block before, and not shown yet
     for language, info, code in found:
+        if language == "text":
+            check_output(code, printed)
+            printed = ""
+            continue
+        assert not (printed and shows_output(page)), f"not shown:\n{printed}"
+        printed = ""
         title = TITLE.search(info)
         if title:
             Path(title[1]).write_text(code)
         if language == "python" and not title:
             count += 1
             exec(GIVEN.get((name_of(page), count), ""), namespace)
-            exec(compile(code, f"{page.name}, block {count}", "exec"), namespace)
+            with contextlib.redirect_stdout(io.StringIO()) as written:
+                exec(compile(code, f"{page.name}, block {count}", "exec"), namespace)
+            printed = written.getvalue()
         elif language == "python":
             compile(code, f"{page.name}, {title}", "exec")
         elif language == "console":
@@ -193,7 +205,22 @@ def run_blocks(page: Path, namespace: dict[str, Any]) -> int:
         else:
             assert language == "yaml", f"a block of {language!r} is not checked"
             yaml.safe_load(code)
+    assert not (printed and shows_output(page)), f"not shown:\n{printed}"
     return len(found)
+
+
+def shows_output(page: Path) -> bool:
+    """Whether a page shows what each of its blocks prints."""
+    return name_of(page).startswith(
+        ("README", "docs/index", "docs/tutorial", "docs/how-to/")
+    )
+
+
+def check_output(shown: str, printed: str) -> None:
+    """Compare what a page shows with what ran; ``...`` stands for what varies."""
+    checker = doctest.OutputChecker()
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    assert checker.check_output(shown, printed, flags), f"it printed:\n{printed}"
 
 
 def new_module(page: Path) -> dict[str, Any]:
@@ -253,17 +280,28 @@ def test_the_code_of_a_page_runs(page: Path) -> None:
 
 @pytest.mark.usefixtures("quick_backend")
 def test_the_code_of_the_readme_runs() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    readme = ROOT / "README.md"
 
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=4,
-        num_attention_heads=4, vocab_size=50, use_cache=False,
-    )  # fmt: skip
-    ids = torch.randint(0, 50, (1, 8))
-    model = LlamaForCausalLM(config).eval()
-    namespace = {"__name__": "readme", "model": model, "input_ids": ids}
+    # As pasted: it needs torch alone.
+    assert "transformers" not in BLOCK.findall(readme.read_text())[0][2]
+    assert run_blocks(readme, new_module(readme)) > 0
 
-    assert run_blocks(ROOT / "README.md", namespace) > 0
+
+@pytest.mark.usefixtures("quick_backend")
+def test_the_picture_on_the_first_page_is_of_the_model_on_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    drawn = importlib.import_module("make_images").draw_readme()
+
+    assert drawn == (ROOT / "docs/images/readme.svg").read_text()
+    for page in ("README.md", "docs/index.md"):
+        assert "images/readme.svg" in (ROOT / page).read_text()
+    first = [
+        next(code for language, _, code in BLOCK.findall(page) if language == "python")
+        for page in map(Path.read_text, (ROOT / "README.md", ROOT / "docs/index.md"))
+    ]
+    assert first[0] == first[1]
 
 
 @pytest.mark.usefixtures("quick_backend")
@@ -285,6 +323,8 @@ def test_contributing_names_targets_that_exist() -> None:
         "yaml\na: [",
         "json\n{",
         "cpp\nint main();",
+        "text\nprinted by nothing",
+        "python\nprint(1)\n```\n\n```text\n2",
     ],
 )
 def test_a_block_that_fails_is_noticed(block: str, tmp_path: Path) -> None:

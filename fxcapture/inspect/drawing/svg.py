@@ -81,7 +81,9 @@ def picture_svg(picture: Picture) -> str:
     lanes_x = taps_x + _TAP + 24
     width = lanes_x + _LANE * len(picture.records) + 16
     bottom = tops[-1]
-    canvas = _Canvas(max(width, 560), bottom + (66 if picture.note else 48))
+    # At least as wide as the last heading, and as a note.
+    width = max(width, lanes_x + 156, 560)
+    canvas = _Canvas(width, bottom + (66 if picture.note else 48))
     canvas.text(_LEFT, 26, picture.title, size=16, bold=True)
     canvas.text(_LEFT, 48, "modules, in running order", color=_SOFT)
     canvas.text(taps_x, 48, "captured, and where it ran", color=_SOFT)
