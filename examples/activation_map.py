@@ -1,7 +1,8 @@
 """Where does a network look?  Class activation maps of a small image classifier.
 
 It learns to tell crosses from rings, drawn somewhere on a noisy picture, in a few
-seconds.  The map is the last convolution's channels, weighted as the classifier weights them.
+seconds.  The map is the last convolution's channels, weighted as the classifier weights
+them.
 """
 
 from __future__ import annotations

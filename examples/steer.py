@@ -30,33 +30,29 @@ def main(backend: str = "inductor") -> tuple[float, float]:
         "sentence": fxc.Tap("encoder.layer.5", output=0, reduce=mean),
     }
 
-    def encode(sentences: list[str]) -> Any:
-        batch = tokenizer(sentences, padding="max_length", max_length=12,
-                          return_tensors="pt")  # fmt: skip
-        # A hook is part of what is compiled: compile anew when there is another.
-        captured = fxc.compile(model, spec, keep_output=False, backend=backend)
-        with torch.no_grad():
-            return captured(**batch).records
-
-    everything = encode(SUMMER + WINTER + NEUTRAL)
-    at, plain = everything["at"][0], everything["sentence"][0]
-    direction = at[:3].mean(0) - at[3:6].mean(0)
-    towards = plain[:3].mean(0) - plain[3:6].mean(0)
-
-    def leaning(sentences: torch.Tensor) -> float:
-        return torch.cosine_similarity(sentences, towards[None]).mean().item()
+    batch = tokenizer(SUMMER + WINTER + NEUTRAL, padding=True, return_tensors="pt")
+    shift = torch.zeros(model.config.hidden_size)  # an input of the compiled graph
 
     def add(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (output[0] + 2 * direction, *output[1:])
-        return output + 2 * direction
+            return (output[0] + shift, *output[1:])
+        return output + shift
 
-    before = leaning(plain[6:])
     handle = model.get_submodule(LAYER).register_forward_hook(add)
-    try:
-        after = leaning(encode(NEUTRAL)["sentence"][0])
-    finally:
-        handle.remove()
+    captured = fxc.compile(model, spec, keep_output=False, backend=backend)
+    with torch.no_grad():
+        plain = captured(**batch).records
+        at = plain["at"][0]
+        shift.copy_(2 * (at[:3].mean(0) - at[3:6].mean(0)))
+        steered = captured(**batch).records  # other values, no second compilation
+    handle.remove()
+
+    sentences = plain["sentence"][0]
+    towards = sentences[:3].mean(0) - sentences[3:6].mean(0)
+    before, after = (
+        torch.cosine_similarity(r["sentence"][0][6:], towards[None]).mean().item()
+        for r in (plain, steered)
+    )
     print(f"leaning towards summer: {before:+.2f} before, {after:+.2f} after")
     return before, after
 
