@@ -177,3 +177,11 @@ def test_nearest_matches_stand_in_natural_order() -> None:
     assert nearest("layers", [f"layers.{i}" for i in (10, 9, 2)]) == [
         "layers.2", "layers.9", "layers.10",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", [["0", "2"], [fxc.Tap("0")], ["layers.*"], 3, ["ab"]])
+def test_a_list_in_place_of_a_spec(spec: object) -> None:
+    with pytest.raises(SpecTypeError, match="a spec cannot be made of") as caught:
+        fxc.compile(mlp(), spec)
+
+    assert "name the record" in caught.value.remedy

@@ -32,7 +32,7 @@ class CaptureSpec(Mapping[str, Tap]):
 
         CaptureSpec({
             "hidden_states": Tap("layers.*", output=0, select=[0, -2], initial=True),
-            "attentions": Tap(LlamaAttention, output=1),
+            "attentions": AttentionWeights(LlamaAttention),
         })
 
     Args:
@@ -51,11 +51,8 @@ class CaptureSpec(Mapping[str, Tap]):
         self, taps: Mapping[str, Any] | Iterable[tuple[str, Any]] = ()
     ) -> None:
         if isinstance(taps, (str, Tap)) or callable(taps):
-            raise SpecTypeError(
-                f"a spec cannot be made of {taps!r}",
-                remedy='name the record: CaptureSpec({"hidden_states": Tap(...)})',
-            )
-        pairs = taps.items() if isinstance(taps, Mapping) else taps
+            raise _not_named(taps)
+        pairs = taps.items() if isinstance(taps, Mapping) else _pairs(taps)
         made: dict[str, Tap] = {}
         plain: dict[str, str] = {}
         for name, tap in pairs:
@@ -152,3 +149,22 @@ class CaptureSpec(Mapping[str, Tap]):
                     remedy=error.remedy,
                 ) from error
         return CaptureSpec(pairs)
+
+
+def _not_named(taps: Any) -> SpecTypeError:
+    return SpecTypeError(
+        f"a spec cannot be made of {taps!r}",
+        remedy='name the record: CaptureSpec({"hidden_states": Tap(...)})',
+    )
+
+
+def _pairs(taps: Any) -> list[tuple[Any, Any]]:
+    """Pairs of name and tap; a list of targets is what people pass in their place."""
+    try:
+        pairs = list(taps)
+    except TypeError:
+        raise _not_named(taps) from None
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise _not_named(taps)
+    return pairs
