@@ -20,6 +20,7 @@ from fxcapture._torch.compilers import (
 from fxcapture._torch.dynamo import (
     constant,
     is_traced,
+    is_written_down,
     no_tracing,
     outside_dynamo,
     own_code,
@@ -43,6 +44,7 @@ from fxcapture._torch.graphs import (
 from fxcapture._torch.modules import (
     has_forward_hooks,
     has_forward_pre_hooks,
+    has_hooks,
     is_compiled_in_place,
     out_of_sight,
     override_states,
@@ -87,6 +89,7 @@ __all__ = [
     "graph_module_like",
     "has_forward_hooks",
     "has_forward_pre_hooks",
+    "has_hooks",
     "has_pytree_output",
     "in_transform",
     "indexing_by_tensors",
@@ -98,6 +101,7 @@ __all__ = [
     "is_subclass",
     "is_traced",
     "is_transformed",
+    "is_written_down",
     "late_compilation",
     "make_aten_graph",
     "map_nodes",

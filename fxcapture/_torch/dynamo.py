@@ -18,6 +18,7 @@ __all__ = [
     "constant",
     "end_piece",
     "is_traced",
+    "is_written_down",
     "no_tracing",
     "outside_dynamo",
     "own_code",
@@ -138,6 +139,15 @@ def skip_untraced() -> None:
     """
     for code in _untraced:
         torch._dynamo.eval_frame.skip_code(code)
+
+
+def is_written_down() -> bool:
+    """Whether a tracer writes down the operators that this thread calls.
+
+    Dynamo does not: it runs them on tensors without data to learn their results.
+    """
+    module = sys.modules.get("torch.fx.experimental.proxy_tensor")
+    return module is not None and module.get_proxy_mode() is not None
 
 
 def __getattr__(name: str) -> Any:

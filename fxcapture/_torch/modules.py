@@ -14,6 +14,7 @@ from torch import nn
 __all__ = [
     "has_forward_hooks",
     "has_forward_pre_hooks",
+    "has_hooks",
     "is_compiled_in_place",
     "out_of_sight",
     "override_states",
@@ -24,6 +25,17 @@ __all__ = [
 def has_forward_hooks(module: nn.Module) -> bool:
     """Whether something runs between ``forward`` and its caller; no public way."""
     return bool(module._forward_hooks or torch.nn.modules.module._global_forward_hooks)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a call of a module does anything but call its ``forward``."""
+    own = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(own) or torch.nn.modules.module._has_any_global_hook()
 
 
 def has_forward_pre_hooks(module: nn.Module) -> bool:

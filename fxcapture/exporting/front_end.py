@@ -49,7 +49,7 @@ from fxcapture.reductions import Reducers
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import allow_marks, emit_mark
 from fxcapture.trace.observe import Target
-from fxcapture.trace.scope import Saved, enter, leave, steps_to
+from fxcapture.trace.scope import Saved, enter, leave, way_to
 from fxcapture.trace.signature import describe_forward
 
 __all__ = ["attach", "overridden", "trace", "with_plain_output"]
@@ -91,13 +91,19 @@ def overridden(
     late: dict[str, Callable[[torch.Tensor], torch.Tensor]] = dict(reducers)
     with _exporting:
         before = [(m.__dict__, dict(m.__dict__)) for m in model.modules()]
-        saved: Saved = []
+        saved = Saved([], [])
         try:
             enter(
-                model, steps_to(targets, by_dynamo=False), emit_mark, late, into=saved
+                model,
+                way_to(model, targets, by_dynamo=False),
+                emit_mark,
+                late,
+                into=saved,
             )
             if places:
-                saved.append((slot, "forward", "forward" in slot, slot.get("forward")))
+                saved.others.append(
+                    (slot, "forward", "forward" in slot, slot.get("forward"))
+                )
                 slot["forward"], made = read_inputs(
                     model.forward, reducers, places, added, marked
                 )

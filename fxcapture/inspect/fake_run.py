@@ -22,7 +22,7 @@ from fxcapture.errors import CaptureError, FxCaptureError, SpecError, TraceError
 from fxcapture.inspect.liveness import PATH
 from fxcapture.reductions import bind_inputs
 from fxcapture.trace.mark import emit_mark
-from fxcapture.trace.scope import Saved, enter, leave, steps_to
+from fxcapture.trace.scope import Saved, enter, leave, way_to
 from fxcapture.trace.signature import has_forward
 
 __all__ = ["Fakes", "trace"]
@@ -129,12 +129,12 @@ def trace(
     """
     args, kwargs = fakes.value(args), fakes.value(kwargs)
     flat, rebuild = _torch.flatten_arguments(args, kwargs)
-    steps = steps_to(targets, by_dynamo=False)
+    steps = way_to(model, targets, by_dynamo=False)
 
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         call_args, call_kwargs = rebuild(inputs)
         named = inputs_of(call_args, call_kwargs) if inputs_of else {}
-        saved: Saved = []
+        saved = Saved([], [])
         try:
             enter(model, steps, emit_mark, bind_inputs(reducers, named), True, saved)
             output = model(*call_args, **call_kwargs)

@@ -37,7 +37,7 @@ from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.tap import Tap
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import Mark
-from fxcapture.trace.scope import Saved, enter, leave, steps_to
+from fxcapture.trace.scope import Saved, enter, leave, way_to
 
 __all__ = ["Point", "Survey", "sites"]
 
@@ -181,10 +181,16 @@ def sites(
     def note(*fields: Any) -> None:
         marks.append(Mark(*fields))
 
-    saved: Saved = []
+    saved = Saved([], [])
     try:
         # The fused kernel for inference calls no submodule.
-        enter(shadow, steps_to(bound.targets, by_dynamo=False), note, {}, into=saved)
+        enter(
+            shadow,
+            way_to(shadow, bound.targets, by_dynamo=False),
+            note,
+            {},
+            into=saved,
+        )
         with torch.no_grad(), fakes.mode, fused_attention(False):
             shadow(*fakes.value(positional), **fakes.value(named))
     except _torch.no_data_errors() as error:

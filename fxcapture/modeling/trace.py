@@ -43,7 +43,7 @@ from fxcapture.spec.declared_spec import record_spec
 from fxcapture.spec.flags import Request
 from fxcapture.trace.eager_scope import make_way_for_trace
 from fxcapture.trace.mark import ENDS, HOOKED
-from fxcapture.trace.scope import Step, steps_to
+from fxcapture.trace.scope import way_to
 
 __all__ = ["begin", "collect", "end", "goes_by"]
 
@@ -134,7 +134,7 @@ class _Plan(NamedTuple):
         promised: See ``positions_of``.
     """
 
-    steps: tuple[Step, ...]
+    steps: Way
     records: dict[str, Names]
     chosen: dict[str, frozenset[int] | None]
     begins: dict[str, Names]
@@ -207,7 +207,7 @@ def _plan(names: Names, asked: Asked) -> tuple[Any, ...]:
     begin_collection()
     return tuple(
         _Plan(
-            steps=steps_to(bound.targets, by_dynamo=True),
+            steps=way_to(model, bound.targets, by_dynamo=True),
             records={path: bound.records_of(path) for path in paths},
             chosen={name: _kept(chosen) for name, chosen in positions.items()},
             begins={

@@ -42,7 +42,7 @@ from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import allow_marks, emit_mark, input_named
-from fxcapture.trace.scope import enter, leave, restore_left_behind, steps_to
+from fxcapture.trace.scope import enter, leave, restore_left_behind, way_to
 
 __all__ = ["DynamoProgram"]
 
@@ -208,7 +208,7 @@ class DynamoProgram:
             # trace, and a change that matters makes Dynamo trace again.
             program = _alive(me)
             program._bound = match(program.spec, model)
-            return steps_to(program._bound.targets, by_dynamo=True)
+            return way_to(program.model, program._bound.targets, by_dynamo=True)
 
         def captured(  # traced, never executed
             inputs: Any, /, *args: Any, **kwargs: Any

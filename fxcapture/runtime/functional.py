@@ -28,7 +28,7 @@ from fxcapture.plan.sites import SiteTable, group_marks, pair_hooked, site_of
 from fxcapture.reductions import Reducers, bind_inputs
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import Mark
-from fxcapture.trace.scope import Asks, Step, enter, leave, steps_to
+from fxcapture.trace.scope import Asks, Way, enter, leave, way_to
 from fxcapture.trace.structure_text import encode, parse
 from fxcapture.trace.templates import fill, template
 
@@ -184,8 +184,8 @@ def collector(
     _torch.register_pytree(_Blank, lambda b: (b.leaves, b.context), _unflatten)
 
     @_torch.constant
-    def steps(by_dynamo: bool) -> tuple[Step, ...]:
-        return steps_to(match(spec, model).targets, by_dynamo=by_dynamo)
+    def steps(by_dynamo: bool) -> Way:
+        return way_to(model, match(spec, model).targets, by_dynamo=by_dynamo)
 
     @_torch.constant
     def layout(shapes: Sequence[Shape], selection: Selection) -> Layout:
@@ -206,7 +206,7 @@ def collector(
 def observe(
     call: Callable[[], Any],
     model: nn.Module,
-    steps: Sequence[Step],
+    steps: Way,
     reducers: Reducers,
     takes: Callable[[str, str], bool | None] | None = None,
     asks: Asks | None = None,
@@ -216,7 +216,7 @@ def observe(
     Args:
         call: Calls the model.
         model: The model.
-        steps: The targets, from ``steps_to``.
+        steps: The targets, from ``way_to``.
         reducers: Record name to its reduction.
         takes: By a mark's path and kind, asked once of each, whether to keep its
             tensors; ``None`` if the mark counts for nothing.  All, if it is not given.

@@ -173,10 +173,10 @@ def emit_mark(
     Whoever traces with Dynamo calls ``allow_marks`` first.
     """
     fields = (token, tensors, sizes, structure, path, kind)
-    if any(map(_torch.is_subclass, tensors)):
-        _executed(*fields)
-    else:
+    if _torch.is_written_down() and not any(map(_torch.is_subclass, tensors)):
         torch.ops.fxcapture.mark(*fields)
+    else:
+        _executed(*fields)
 
 
 torch.fx.node.has_side_effect(emit_mark)

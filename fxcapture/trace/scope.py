@@ -16,25 +16,36 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from fxcapture import _torch
 from fxcapture.reductions import Reducers
-from fxcapture.trace.mark import RESULT, Emit
+from fxcapture.trace.mark import Emit
 from fxcapture.trace.observe import Target, emit_result, find, observed
 
-__all__ = ["Saved", "Step", "enter", "leave", "restore_left_behind", "steps_to"]
+__all__ = ["Saved", "Way", "enter", "leave", "restore_left_behind", "way_to"]
 
-#: What ``enter`` changed: (dictionary, key, whether it was there, what was there).
-Saved = list[tuple[dict[str, Any], str, bool, Any]]
 Asks = Callable[[str], tuple[bool, bool]]
+
+
+class Saved(NamedTuple):
+    """What ``enter`` changed.
+
+    Attributes:
+        simple: Dictionaries that have got the simplest override.
+        others: (dictionary, key, whether it was there, what was there).
+    """
+
+    simple: list[dict[str, Any]]
+    others: list[tuple[dict[str, Any], str, bool, Any]]
 
 
 def enter(
     model: nn.Module,
-    steps: Sequence[Step],
+    way: Way,
     emit: Emit,
     reducers: Reducers,
     watched: bool = False,
@@ -45,7 +56,7 @@ def enter(
 
     Args:
         model: The model.
-        steps: The targets, from :func:`steps_to`.
+        way: The targets, from :func:`way_to`.
         emit: Takes the marks.
         reducers: Record name to its reduction.
         watched: Compute attention weights while a call runs, see ``observe``.
@@ -55,46 +66,46 @@ def enter(
             of a call that begins now: what it receives, and attention weights; all,
             if it is not given.
     """
-    saved: Saved = [] if into is None else into
-    tensor, result, general = torch.Tensor, RESULT, emit_result
+    simple, others = ([], []) if into is None else into
+    through, plain, rest = way
+    tensor, general = torch.Tensor, emit_result
     modules: list[Any] = [model]
-    for parent, name, asked in steps:
-        if parent < 0:
-            module = model
+    for parent, name in through:
+        modules.append(modules[parent]._modules[name])
+    for parent, name, path in plain:
+        module = modules[parent]._modules[name]
+
+        def forward(
+            *args: Any,
+            _fxc_original: Callable[..., Any] = module.forward,
+            _fxc_path: str = path,
+            _fxc_emit: Emit = emit,
+            _fxc_tensor: type = tensor,
+            _fxc_general: Callable[..., None] = general,
+            **kwargs: Any,
+        ) -> Any:
+            value = _fxc_original(*args, **kwargs)
+            if isinstance(value, _fxc_tensor):
+                _fxc_emit(None, [value], [], "T", _fxc_path, "result")
+            else:
+                _fxc_general(_fxc_emit, None, value, _fxc_path, "result")
+            return value
+
+        slot = module.__dict__
+        simple.append(slot)
+        slot["forward"] = forward
+        # What a call goes through has nothing to do, and need not be traced.
+        slot["_call_impl"] = forward
+    for place, target in rest:
+        module, key = modules[place], target[2]
+        slot = module.__dict__
+        original = getattr(module, key)
+        if key in slot:
+            others.append((slot, key, True, slot[key]))
         else:
-            module = modules[parent]._modules[name]
-            modules.append(module)
-        for target, plain in asked:
-            key = target[2]
-            slot = module.__dict__
-            original = getattr(module, key)
-            if key in slot:
-                saved.append((slot, key, True, slot[key]))
-            else:
-                saved.append((slot, key, False, None))
-            if plain:
-
-                def forward(
-                    *args: Any,
-                    _fxc_original: Callable[..., Any] = original,
-                    _fxc_path: str = target[0],
-                    _fxc_emit: Emit = emit,
-                    _fxc_tensor: type = tensor,
-                    _fxc_result: str = result,
-                    _fxc_general: Callable[..., None] = general,
-                    **kwargs: Any,
-                ) -> Any:
-                    value = _fxc_original(*args, **kwargs)
-                    if isinstance(value, _fxc_tensor):
-                        _fxc_emit(None, [value], [], "T", _fxc_path, _fxc_result)
-                    else:
-                        _fxc_general(_fxc_emit, None, value, _fxc_path, _fxc_result)
-                    return value
-
-                slot[key] = forward
-            else:
-                slot[key] = _override(original, target, emit, reducers, watched, asks)
-    return saved
+            others.append((slot, key, False, None))
+        slot[key] = _override(original, target, emit, reducers, watched, asks)
+    return Saved(simple, others)
 
 
 def leave(saved: Saved) -> None:
@@ -105,11 +116,15 @@ def leave(saved: Saved) -> None:
     written here is not the one it replays (torch 2.13 and 2.14).  Whoever traces a
     scope has to look for such operators, see ``passes.forgets_overrides``.
     """
-    for slot, key, present, value in reversed(saved):
+    simple, others = saved
+    for slot, key, present, value in reversed(others):
         if present:
             slot[key] = value
         else:
             del slot[key]
+    for slot in simple:
+        del slot["forward"]
+        del slot["_call_impl"]
 
 
 def _override(
@@ -129,35 +144,60 @@ def _override(
     return forward
 
 
-#: One module of the way to the targets: the place of its parent among those before it
-#: (-1: it is the model itself), its name there, and the targets that it is, each with
-#: whether it is plain.
-Step = tuple[int, str, tuple[tuple[Target, bool], ...]]
+class Way(NamedTuple):
+    """How to get to the targets, as constants for a trace.
+
+    Attributes:
+        through: The modules to go through, parents first: the place of the parent among
+            those before it (0: the model), and the name there.
+        plain: Modules for which the simplest override does: the parent's place, the
+            name there, and the path.
+        rest: The other targets, with their module's place.
+    """
+
+    through: tuple[tuple[int, str], ...]
+    plain: tuple[tuple[int, str, str], ...]
+    rest: tuple[tuple[int, Target], ...]
 
 
-def steps_to(targets: Sequence[Target], *, by_dynamo: bool) -> tuple[Step, ...]:
-    """The modules to go through, parents first, each once; constants for a trace.
+def way_to(model: nn.Module, targets: Sequence[Target], *, by_dynamo: bool) -> Way:
+    """The way to the targets; each name of the module tree is followed once.
 
     Args:
-        targets: How the modules are tapped.
+        model: The model, as it is now.
+        targets: How its modules are tapped.
         by_dynamo: Dynamo goes through them.  To it, the wrapper that ``torch.compile``
             makes and what it wraps are one object.
     """
-    asked: dict[tuple[str, ...], list[tuple[Target, bool]]] = {}
+    places: dict[tuple[str, ...], int] = {(): 0}
+    through: list[tuple[int, str]] = []
+
+    def place_of(path: tuple[str, ...]) -> int:
+        if path not in places:
+            parent = place_of(path[:-1])
+            places[path] = len(places)
+            through.append((parent, path[-1]))
+        return places[path]
+
+    plain, rest = [], []
     for target in targets:
         path = target.real_path
         if by_dynamo:
             path = tuple(name for name in path if name != "_orig_mod")
-        for i in range(1, len(path) + 1):
-            asked.setdefault(path[:i], [])
-        asked.setdefault(path, []).append((target, target.is_plain))
-    root = asked.pop((), [])
-    places: dict[tuple[str, ...], int] = {(): 0}
-    steps: list[Step] = [(-1, "", tuple(root))] if root else []
-    for path, found in asked.items():
-        places[path] = len(places)
-        steps.append((places[path[:-1]], path[-1], tuple(found)))
-    return tuple(steps)
+        if path and _is_simple(model, target):
+            plain.append((place_of(path[:-1]), path[-1], target.path))
+        else:
+            rest.append((place_of(path), target))
+    return Way(tuple(through), tuple(plain), tuple(rest))
+
+
+def _is_simple(model: nn.Module, target: Target) -> bool:
+    """Whether the simplest override does: nothing happens but the call of forward."""
+    if not target.is_plain:
+        return False
+    module = find(model, target)
+    own = module.__dict__.keys() & {"forward", "_call_impl"}
+    return not own and not _torch.has_hooks(module)
 
 
 def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str]:
@@ -172,10 +212,14 @@ def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str
     found = []
     for target in targets:
         module = find(model, target)
+        # The simplest override stands in two places; the other goes with its fellow.
+        other = module.__dict__.get("_call_impl")
+        if target.key == "forward" and _is_ours(other) and target.is_plain:
+            del module.__dict__["_call_impl"]
         left: Any = module.__dict__.get(target.key)
-        original = _original_of(left)
-        if original is None:
+        if not _is_ours(left):
             continue
+        original = _original_of(left)
         found.append(target.path)
         if getattr(original, "__self__", None) is module:
             del module.__dict__[target.key]
@@ -184,13 +228,16 @@ def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str
     return found
 
 
-def _original_of(function: Any) -> Any:
-    """What an override of a scope stands for; ``None`` for any other function."""
+def _is_ours(function: Any) -> bool:
     code = getattr(function, "__code__", None)
-    if code is None or code.co_filename != __file__:
-        return None
+    return code is not None and code.co_filename == __file__
+
+
+def _original_of(function: Any) -> Any:
+    """What an override of a scope stands for."""
+    code = function.__code__
     defaults = function.__kwdefaults__ or {}
     if "_fxc_original" in defaults:
         return defaults["_fxc_original"]
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    return cells["original"].cell_contents if "original" in cells else None
+    return cells["original"].cell_contents
