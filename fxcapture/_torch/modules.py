@@ -58,12 +58,12 @@ def unwrap_optimized(model: nn.Module) -> nn.Module:
 
 @final
 class out_of_sight:
-    """A bound method for what a module is called through, which Dynamo takes for torch's.
+    """A bound method for what a module is called through; Dynamo takes it for torch's.
 
     In the instance's ``__dict__`` under ``_call_impl`` or ``_compiled_call_impl`` it
-    serves every call that runs as it is.  Dynamo asks only whether the method's function
-    is torch's own, and then goes straight to the class's ``forward``; it puts no guard
-    on these names.
+    serves every call that runs as it is.  Dynamo asks only whether the method's
+    function is torch's own, and then goes straight to the class's ``forward``; it puts
+    no guard on these names.
 
     Args:
         method: A function of the instance.

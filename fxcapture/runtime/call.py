@@ -167,9 +167,9 @@ class _Window:
 
     def push(self, observation: Observation) -> None:
         """Take the next hit."""
-        if not self._count and self._begins is not None:
-            if observation.site.path not in self._begins:
-                self._initial = self._first = False
+        path = observation.site.path
+        if not self._count and self._begins is not None and path not in self._begins:
+            self._initial = self._first = False
         # A hit that stays takes a place in the tail as well, as nothing to release.
         waits = _NOTHING
         if self._stays():

@@ -231,12 +231,14 @@ class Capture:
                     continue  # what it received cannot be selected any more
                 value = held.tensors[leaf.index]
                 tensors[leaf] = leaf.snapshot(value)
-                version = _torch.version_of(value)
+                version = None
                 if original is not None and leaf.kind == ENTRY:
                     value = original.tensors[leaf.index]
                     version = original.sizes[leaf.index]
                 # Autograd recorded it, and it shares no memory with a parameter.
                 if leaf.is_plain and _torch.is_recorded(value):
+                    if version is None:
+                        version = _torch.version_of(value)
                     observation.own[leaf] = value, version
             observation.tensors = tensors
 

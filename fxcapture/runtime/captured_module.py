@@ -15,6 +15,7 @@ from torch import fx, nn
 from fxcapture import _torch
 from fxcapture.errors import EagerSiteError, SpecTypeError, TraceError, nearest
 from fxcapture.inspect.drawing.draw import draw
+from fxcapture.plan.inputs import input_finder
 from fxcapture.plan.printing import Printed
 from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import canonical_selection
@@ -25,7 +26,8 @@ from fxcapture.runtime.explain import explain
 from fxcapture.runtime.functional import collector
 from fxcapture.runtime.model_outputs import has_field, inject_records
 from fxcapture.spec.capture_spec import CaptureSpec
-from fxcapture.spec.declared_spec import declared_spec
+from fxcapture.spec.declared_spec import declared_records
+from fxcapture.spec.flags import selections
 from fxcapture.spec.selector import Selector
 
 __all__ = ["CapturedModule", "compile"]
@@ -58,7 +60,8 @@ def compile(
         model: The model.  It is not changed, now or by a call.
         spec: What to capture; a mapping is made into a :class:`CaptureSpec`.  ``None``:
             what the model declares with ``_can_record_outputs``; the records then stand
-            in the returned output object as well, where it has such fields.
+            in the returned output object as well, where it has such fields, and the
+            keywords ``output_<record>`` of a call select positions, without a trace.
         keep_output: With ``False`` the caller wants the records alone: the program ends
             at the last operation that a record needs, and ``output`` is ``None``.
             Buffers that later layers would have written are then not written.
@@ -98,9 +101,9 @@ def compile(
         raise SpecTypeError(
             f"on_eager={on_eager!r} is not known", remedy='pass "allow" or "error"'
         )
-    declared = spec is None
+    declared: dict[str, str] = {}
     if spec is None:
-        spec = declared_spec(_torch.unwrap_optimized(model))
+        spec, declared = declared_records(_torch.unwrap_optimized(model))
     elif not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     settings = {
@@ -133,6 +136,7 @@ class CapturedModule(nn.Module):
     _fxc_selection: tuple[tuple[str, Any], ...]
     _fxc_program: DynamoProgram
     _fxc_collect: Callable[..., tuple[Any, Records]]
+    _fxc_inputs: Callable[..., dict[str, Any]]
 
     def __init__(
         self,
@@ -179,6 +183,7 @@ class CapturedModule(nn.Module):
         own["_fxc_selection"] = selection
         own["_fxc_program"] = program
         own["_fxc_collect"] = collector(model, spec)
+        own["_fxc_inputs"] = input_finder(spec, model)
 
     def forward(
         self,
@@ -205,23 +210,26 @@ class CapturedModule(nn.Module):
             CaptureError: a value cannot be captured.
         """
         selection = self._fxc_selection
-        if select is not None:
-            if not isinstance(select, Mapping):
-                raise SpecTypeError(
-                    f"select={select!r} is of type {type(select).__name__}",
-                    why="a spec may have several records, each with positions of its "
-                    "own",
-                    remedy=f"name the record: select={{'"
-                    f"{next(iter(self._fxc_spec), 'name')}': {select!r}}}",
-                )
-            merged = dict(selection) | dict(select)
+        if select is not None and not isinstance(select, Mapping):
+            raise SpecTypeError(
+                f"select={select!r} is of type {type(select).__name__}",
+                why="a spec may have several records, each with positions of its own",
+                remedy=f"name the record: select={{'"
+                f"{next(iter(self._fxc_spec), 'name')}': {select!r}}}",
+            )
+        declared = self._fxc_settings["declared"]
+        flags = selections(declared, kwargs) if declared else {}
+        if select is not None or flags:
+            merged = dict(selection) | flags | dict(select or {})
             selection = canonical_selection(self._fxc_spec, merged)
         if _torch.is_traced():
             # Part of a larger trace: the records are outputs of that.
             model = self._fxc_model
+            inputs = self._fxc_inputs(args, kwargs, capture_inputs)
             output, records = self._fxc_collect(
-                lambda: model(*args, **kwargs), selection
+                lambda: model(*args, **kwargs), selection, inputs
             )
+            output = _with_declared(output, records, declared, flags)
             kept = output if self._fxc_settings["keep_output"] else None
             return Captured(kept, records)
         program = self._fxc_program
@@ -232,10 +240,7 @@ class CapturedModule(nn.Module):
             raise
         if self._fxc_settings["on_eager"] == "error":
             _refuse_eager(call)
-        if self._fxc_settings["declared"]:
-            fields = {n: v for n, v in records.items() if has_field(output, n)}
-            output = inject_records(output, fields) if fields else output
-        return Captured(output, records)
+        return Captured(_with_declared(output, records, declared, flags), records)
 
     def select(self, **select: Any) -> CapturedModule:
         """A sibling with other positions, on the same trace.
@@ -384,6 +389,21 @@ def _refuse_arguments(
             remedy="pass what the model takes; a captured model adds select= and "
             "capture_inputs= alone",
         ) from error
+
+
+def _with_declared(
+    output: Any,
+    records: Records,
+    declared: Mapping[str, str],
+    flags: Mapping[str, frozenset[int] | None],
+) -> Any:
+    """The output with the declared records that are wanted in its fields."""
+    fields = {
+        name: records[name]
+        for name in declared
+        if flags.get(name) != frozenset() and has_field(output, name)
+    }
+    return inject_records(output, fields) if fields else output
 
 
 def _refuse_eager(call: Call) -> None:

@@ -240,6 +240,7 @@ class EagerScope:
             if not plain:
                 copies = call.wants_entry(records)
                 originals = copies and torch.is_grad_enabled()
+                originals = originals and not torch.is_inference_mode_enabled()
                 watched = bool(target.attention) and call.wants_hit(records)
             take = call.take
             return observed(
