@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, final
 
 import torch
@@ -49,10 +49,10 @@ def make_way_for_trace(model: nn.Module) -> None:
     What would show in the trace is taken away; calls under way do without.
     """
     with _lock:
-        for module in model.modules():
-            _traced.add(module)
+        modules = list(model.modules())
+        _traced.update(modules)
         for scope in _scopes:
-            scope.hide()
+            scope.hide(set(map(id, modules)))
 
 
 @final
@@ -108,12 +108,12 @@ class EagerScope:
             if not self._holders:
                 self._uninstall()
 
-    def hide(self) -> None:
-        """Take away what Dynamo can see."""
+    def hide(self, modules: Collection[int]) -> None:
+        """Take away what Dynamo can see on modules, by their identity."""
         with _lock:
             for override in reversed(self._direct):
-                override.remove()
-            self._direct = []
+                if id(override.module) in modules:
+                    override.remove()
 
     def path_of_token(self, token: torch.Tensor) -> str | None:
         """The path of the module that a token stands for; ``None`` if not of ours."""
