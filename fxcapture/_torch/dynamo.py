@@ -97,12 +97,6 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0
 
 
-def no_tracing() -> contextlib.AbstractContextManager[Any]:
-    """While it is held, no other thread traces anything; this one may."""
-    module = sys.modules.get("torch._dynamo.convert_frame")
-    return contextlib.nullcontext() if module is None else module.compile_lock
-
-
 def recompile_limit() -> int:
     """How often Dynamo compiles a function again, as the user has set it."""
     return int(torch._dynamo.config.recompile_limit)

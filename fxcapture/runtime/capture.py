@@ -171,12 +171,15 @@ class Capture:
         """
         if not torch.is_grad_enabled():
             return
-        equal = call.repeated  # the call itself would keep its values alive
-
         scope, current = self._scope, self._current
-        _torch.while_recomputing(
-            id(equal), lambda: lambda: _Again(scope, equal, current)
-        )
+        repeated = call.repeated
+
+        def prepare() -> Callable[[], _Again]:
+            # Where the call is now; itself, it would keep its values alive.
+            equal = call.anew()
+            return lambda: _Again(scope, equal, current, repeated)
+
+        _torch.while_recomputing(id(repeated), prepare)
 
     def _asked(self, token: torch.Tensor) -> bool:
         """Whether to copy what a call outside of graphs received."""
@@ -297,9 +300,11 @@ class _Again:
         scope: The overrides.
         call: An empty call that equals the one that was computed.
         current: Holds the call in flight.
+        kept: What has to live as long.
     """
 
-    def __init__(self, scope: Scope, call: Call, current: Current) -> None:
+    def __init__(self, scope: Scope, call: Call, current: Current, kept: Call) -> None:
+        self._kept = kept
         self._parts = contextlib.ExitStack()
         self._layers = fused_attention(not scope.bound.inside_fused, depth=3)
         self._in_flight = InFlight(scope, call.anew(), current, depth=3)

@@ -197,7 +197,7 @@ def find(model: nn.Module, records: Sequence[str]) -> list[Found]:
 
 
 def declaring(model: nn.Module) -> dict[tuple[str, ...], nn.Module]:
-    """The model and each sub-model that declares records, by the names that lead there."""
+    """The model and its declaring sub-models, by the names that lead there."""
     return {scope.way: scope.owner for scope in _scopes(model)}
 
 
