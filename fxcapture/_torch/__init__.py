@@ -41,6 +41,7 @@ from fxcapture._torch.graphs import (
     trace_on_fake,
 )
 from fxcapture._torch.modules import (
+    call_uncompiled,
     has_forward_hooks,
     has_forward_pre_hooks,
     is_compiled_in_place,
@@ -76,6 +77,7 @@ from fxcapture._torch.transforms import (
 __all__ = [
     "aoti_load",
     "aoti_package",
+    "call_uncompiled",
     "constant",
     "copy_node_source",
     "extend_pytree_output",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 __all__ = [
+    "call_uncompiled",
     "has_forward_hooks",
     "has_forward_pre_hooks",
     "is_compiled_in_place",
@@ -54,6 +55,12 @@ def unwrap_optimized(model: nn.Module) -> nn.Module:
     while "_orig_mod" in model._modules:
         model = model._modules["_orig_mod"]  # type: ignore[assignment]
     return model
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module that was compiled in place as if it had not been."""
+    call: Any = module._call_impl
+    return call(*args, **kwargs)
 
 
 @final

@@ -13,10 +13,8 @@ Invariants
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
-import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -31,6 +29,7 @@ from fxcapture.plan.plan import Leaf, Plan, Slot
 from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import leaves_of, resolve
 from fxcapture.plan.sites import Site, SiteTable, group_marks, pair_hooked, site_of
+from fxcapture.runtime.aliases import storages_in
 from fxcapture.runtime.call import (
     Call,
     Observation,
@@ -259,7 +258,7 @@ class Capture:
             CaptureError: a value cannot be captured.
         """
         if any(o.own for o in call.observations):
-            held = _storages_in(outside)
+            held = storages_in(outside)
             for observation in call.observations:
                 observation.own = {
                     leaf: own
@@ -381,29 +380,6 @@ def _read(
         lambda i: observation.value(leaves[i]),
         lambda i: observation.size(slot.kind, i),
     )
-
-
-def _storages_in(value: Any) -> set[int | None]:
-    """The memory of every tensor that can be reached from a value, in any object."""
-    found: set[int | None] = set()
-    seen: set[int] = set()
-    rest = collections.deque([value])
-    while rest:
-        item = rest.popleft()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            found.add(_torch.storage_id(item))
-        elif isinstance(item, (tuple, list, dict)) or _is_plain_object(item):
-            rest.extend(gc.get_referents(item))
-    return found
-
-
-def _is_plain_object(item: Any) -> bool:
-    """Whether an object may be a container of the user's own."""
-    skipped = (type, nn.Module, types.ModuleType, types.FunctionType, types.CodeType)
-    return gc.is_tracked(item) and not isinstance(item, skipped)
 
 
 def _run_plainly(kind: type, below: Callable[..., Any], *args: Any, **kw: Any) -> Any:

@@ -24,7 +24,7 @@ from fxcapture.runtime.call import Call
 from fxcapture.runtime.dynamo import DynamoProgram
 from fxcapture.runtime.explain import explain
 from fxcapture.runtime.functional import collector
-from fxcapture.runtime.model_outputs import has_field, inject_records
+from fxcapture.runtime.model_outputs import inject_declared
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declared_spec import declared_records
 from fxcapture.spec.flags import selections
@@ -229,7 +229,7 @@ class CapturedModule(nn.Module):
             output, records = self._fxc_collect(
                 lambda: model(*args, **kwargs), selection, inputs
             )
-            output = _with_declared(output, records, declared, flags)
+            output = inject_declared(output, records, declared, flags)
             kept = output if self._fxc_settings["keep_output"] else None
             return Captured(kept, records)
         program = self._fxc_program
@@ -240,7 +240,7 @@ class CapturedModule(nn.Module):
             raise
         if self._fxc_settings["on_eager"] == "error":
             _refuse_eager(call)
-        return Captured(_with_declared(output, records, declared, flags), records)
+        return Captured(inject_declared(output, records, declared, flags), records)
 
     def select(self, **select: Any) -> CapturedModule:
         """A sibling with other positions, on the same trace.
@@ -389,21 +389,6 @@ def _refuse_arguments(
             remedy="pass what the model takes; a captured model adds select= and "
             "capture_inputs= alone",
         ) from error
-
-
-def _with_declared(
-    output: Any,
-    records: Records,
-    declared: Mapping[str, str],
-    flags: Mapping[str, frozenset[int] | None],
-) -> Any:
-    """The output with the declared records that are wanted in its fields."""
-    fields = {
-        name: records[name]
-        for name in declared
-        if flags.get(name) != frozenset() and has_field(output, name)
-    }
-    return inject_records(output, fields) if fields else output
 
 
 def _refuse_eager(call: Call) -> None:

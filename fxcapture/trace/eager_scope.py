@@ -163,8 +163,9 @@ class EagerScope:
         def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if current() is None:
                 return below[0](*args, **kwargs)
-            inner = self._call_impl if wrapped is None else wrapped
-            return inner(*args, **kwargs)
+            if wrapped is None:
+                return _torch.call_uncompiled(self, *args, **kwargs)
+            return wrapped(*args, **kwargs)
 
         return Override(block, key, call, {}, _torch.out_of_sight, below)
 
