@@ -77,6 +77,7 @@ class EagerScope:
         self._model = weakref.ref(model)
         self._current = current
         self._owner = weakref.ref(owner)
+        self._at_trace: Callable[[], bool]
         self._at_trace = _torch.constant(lambda: self._call() is not None)
         self._holders: list[Holder] = []
         self._installed: list[Override] = []
