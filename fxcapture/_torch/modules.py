@@ -16,6 +16,7 @@ __all__ = [
     "has_forward_hooks",
     "has_forward_pre_hooks",
     "is_compiled_in_place",
+    "is_initialised",
     "out_of_sight",
     "override_states",
     "unwrap_optimized",
@@ -55,6 +56,15 @@ def unwrap_optimized(model: nn.Module) -> nn.Module:
     while "_orig_mod" in model._modules:
         model = model._modules["_orig_mod"]  # type: ignore[assignment]
     return model
+
+
+def is_initialised(model: nn.Module) -> bool:
+    """Whether no module of a model waits for its first call to learn its shapes."""
+    lazy = nn.modules.lazy.LazyModuleMixin
+    return not any(
+        isinstance(module, lazy) and module.has_uninitialized_params()  # type: ignore[no-untyped-call]
+        for module in model.modules()
+    )
 
 
 def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
