@@ -6,25 +6,24 @@ The one module that knows every stage.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
 from torch import fx, nn
 
 from fxcapture import _torch
-from fxcapture.errors import EagerSiteError, SpecTypeError, TraceError, nearest
+from fxcapture.errors import SpecTypeError, TraceError
 from fxcapture.inspect.drawing.draw import draw
 from fxcapture.plan.inputs import input_finder
 from fxcapture.plan.printing import Printed
 from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import canonical_selection
 from fxcapture.plan.sites import SiteTable
-from fxcapture.runtime.call import Call
 from fxcapture.runtime.dynamo import DynamoProgram
 from fxcapture.runtime.explain import explain
 from fxcapture.runtime.functional import collector
 from fxcapture.runtime.model_outputs import inject_declared
+from fxcapture.runtime.refusals import refuse_arguments, refuse_eager
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declared_spec import declared_records
 from fxcapture.spec.flags import selections
@@ -218,7 +217,7 @@ class CapturedModule(nn.Module):
                 f"{next(iter(self._fxc_spec), 'name')}': {select!r}}}",
             )
         declared = self._fxc_settings["declared"]
-        flags = selections(declared, kwargs) if declared else {}
+        flags = selections(declared, kwargs)
         if select is not None or flags:
             merged = dict(selection) | flags | dict(select or {})
             selection = canonical_selection(self._fxc_spec, merged)
@@ -229,17 +228,17 @@ class CapturedModule(nn.Module):
             output, records = self._fxc_collect(
                 lambda: model(*args, **kwargs), selection, inputs
             )
-            output = inject_declared(output, records, declared, flags)
-            kept = output if self._fxc_settings["keep_output"] else None
-            return Captured(kept, records)
-        program = self._fxc_program
-        try:
-            output, records, call = program.run(args, kwargs, selection, capture_inputs)
-        except TraceError as error:
-            _refuse_arguments(self._fxc_model, args, kwargs, error)
-            raise
-        if self._fxc_settings["on_eager"] == "error":
-            _refuse_eager(call)
+            output = output if self._fxc_settings["keep_output"] else None
+        else:
+            try:
+                output, records, call = self._fxc_program.run(
+                    args, kwargs, selection, capture_inputs
+                )
+            except TraceError as error:
+                refuse_arguments(self._fxc_model, args, kwargs, error)
+                raise
+            if self._fxc_settings["on_eager"] == "error":
+                refuse_eager(call)
         return Captured(inject_declared(output, records, declared, flags), records)
 
     def select(self, **select: Any) -> CapturedModule:
@@ -369,34 +368,3 @@ for _name in dir(nn.Module):
     if not _own and callable(getattr(nn.Module, _name)):
         setattr(CapturedModule, _name, _delegate(_name))
 CapturedModule._apply = _delegate("_apply")  # type: ignore[method-assign]
-
-
-def _refuse_arguments(
-    model: nn.Module, args: Any, kwargs: Any, error: TraceError
-) -> None:
-    """Raise if Dynamo could not trace because the model does not take the arguments."""
-    if model._forward_pre_hooks:
-        return  # they may make other arguments of these
-    signature = inspect.signature(model.forward)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as cause:
-        unknown = next((k for k in kwargs if k not in signature.parameters), "")
-        raise SpecTypeError(
-            f"{type(model).__name__} does not take these arguments",
-            why=f"{cause}: forward{signature}",
-            nearest=nearest(unknown, signature.parameters) if unknown else (),
-            remedy="pass what the model takes; a captured model adds select= and "
-            "capture_inputs= alone",
-        ) from error
-
-
-def _refuse_eager(call: Call) -> None:
-    eager = [site for site in call.sites if site.graph is None]
-    if eager:
-        raise EagerSiteError(
-            f"the value of {eager[0].describe()} comes from outside every graph"
-            + (f", and {len(eager) - 1} more" if len(eager) > 1 else ""),
-            why=call.break_reason or "Dynamo ran the module's caller eagerly",
-            remedy='remove the graph break, or pass on_eager="allow"',
-        )
