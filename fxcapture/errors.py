@@ -12,7 +12,6 @@
     |   |-- NeverCalledError                 a matched module that no call reached
     |   |-- SelectionError (also IndexError) a position that does not exist
     |   `-- ElementError                     an element the output does not have
-    |       `-- RecordedElementError         (IndexError) one that a model declares
     |-- CaptureError (RuntimeError)          a capture that cannot be carried out
     |   |-- TraceError                       the model cannot be traced as one graph
     |   |-- UnreachableValueError            a value that cannot leave its sub-graph
@@ -44,7 +43,6 @@ __all__ = [
     "GraphError",
     "NeverCalledError",
     "RecordNameError",
-    "RecordedElementError",
     "SelectionError",
     "SpecError",
     "SpecTypeError",
@@ -147,10 +145,6 @@ class SelectionError(TargetError, IndexError):
 
 class ElementError(TargetError):
     """An output (or input) does not have the requested element."""
-
-
-class RecordedElementError(ElementError, IndexError):
-    """A recorder's index that the module's output does not have."""
 
 
 class CaptureError(FxCaptureError, RuntimeError):

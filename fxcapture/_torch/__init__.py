@@ -42,10 +42,12 @@ from fxcapture._torch.graphs import (
     trace_on_fake,
 )
 from fxcapture._torch.modules import (
+    call_uncompiled,
     has_forward_hooks,
     has_forward_pre_hooks,
     has_hooks,
     is_compiled_in_place,
+    is_initialised,
     out_of_sight,
     override_states,
     unwrap_optimized,
@@ -78,6 +80,7 @@ from fxcapture._torch.transforms import (
 __all__ = [
     "aoti_load",
     "aoti_package",
+    "call_uncompiled",
     "constant",
     "copy_node_source",
     "extend_pytree_output",
@@ -97,6 +100,7 @@ __all__ = [
     "is_dense",
     "is_fake",
     "is_higher_order",
+    "is_initialised",
     "is_recorded",
     "is_subclass",
     "is_traced",

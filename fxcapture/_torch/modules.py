@@ -12,10 +12,12 @@ import torch
 from torch import nn
 
 __all__ = [
+    "call_uncompiled",
     "has_forward_hooks",
     "has_forward_pre_hooks",
     "has_hooks",
     "is_compiled_in_place",
+    "is_initialised",
     "out_of_sight",
     "override_states",
     "unwrap_optimized",
@@ -68,14 +70,29 @@ def unwrap_optimized(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_initialised(model: nn.Module) -> bool:
+    """Whether no module of a model waits for its first call to learn its shapes."""
+    lazy = nn.modules.lazy.LazyModuleMixin
+    return not any(
+        isinstance(module, lazy) and module.has_uninitialized_params()  # type: ignore[no-untyped-call]
+        for module in model.modules()
+    )
+
+
+def call_uncompiled(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module that was compiled in place as if it had not been."""
+    call: Any = module._call_impl
+    return call(*args, **kwargs)
+
+
 @final
 class out_of_sight:
-    """A bound method for what a module is called through, which Dynamo takes for torch's.
+    """A bound method for what a module is called through; Dynamo takes it for torch's.
 
     In the instance's ``__dict__`` under ``_call_impl`` or ``_compiled_call_impl`` it
-    serves every call that runs as it is.  Dynamo asks only whether the method's function
-    is torch's own, and then goes straight to the class's ``forward``; it puts no guard
-    on these names.
+    serves every call that runs as it is.  Dynamo asks only whether the method's
+    function is torch's own, and then goes straight to the class's ``forward``; it puts
+    no guard on these names.
 
     Args:
         method: A function of the instance.

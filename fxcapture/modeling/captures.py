@@ -1,9 +1,9 @@
 """The capture that serves the decorated calls of one model.
 
 Invariants
-    It is kept from call to call, and used again only if the model is what it was: layers
-    that are appended, swapped, wrapped or re-classed are found, and so are changes of
-    what is declared.
+    It is kept from call to call, and used again only if the model is what it was:
+    layers that are appended, swapped, wrapped or re-classed are found, and so are
+    changes of what is declared.
     No model is kept alive.
 """
 

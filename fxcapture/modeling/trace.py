@@ -136,11 +136,11 @@ class _Plan(NamedTuple):
 
     steps: Way
     records: dict[str, Names]
-    chosen: dict[str, frozenset[int] | None]
+    chosen: tuple[tuple[str, tuple[int, ...] | None], ...]
     begins: dict[str, Names]
-    weights: frozenset[str]
-    hooked: frozenset[str]
-    promised: dict[str, int]
+    weights: Names
+    hooked: Names
+    promised: tuple[tuple[str, int], ...]
 
 
 @final
@@ -148,7 +148,11 @@ class _Collecting:
     """One collecting call of a trace: which entry of each record comes next."""
 
     def __init__(self, plan: tuple[Any, ...]) -> None:
-        _, self.records, self.chosen, self.begins, self.weights, self.hooked, _ = plan
+        _, self.records, chosen, self.begins, self.weights, self.hooked, _ = plan
+        # Made in the trace: Dynamo does not look into a set that is a constant.
+        self.chosen = {
+            name: None if found is None else frozenset(found) for name, found in chosen
+        }
         self.next: dict[str, int] = {}
 
     def asks(self, path: str) -> tuple[bool, bool]:
@@ -209,23 +213,23 @@ def _plan(names: Names, asked: Asked) -> tuple[Any, ...]:
         _Plan(
             steps=way_to(model, bound.targets, by_dynamo=True),
             records={path: bound.records_of(path) for path in paths},
-            chosen={name: _kept(chosen) for name, chosen in positions.items()},
+            chosen=tuple((name, _kept(of)) for name, of in positions.items()),
             begins={
                 path: tuple(name for name, of in taps.items() if path in of.initial)
                 for path in paths
             },
-            weights=frozenset(n for n, t in spec.items() if t.attention is not None),
-            hooked=frozenset(path for path in paths if bound.is_hooked(path)),
-            promised=promised,
+            weights=tuple(n for n, t in spec.items() if t.attention is not None),
+            hooked=tuple(path for path in paths if bound.is_hooked(path)),
+            promised=tuple(promised.items()),
         )
     )
 
 
-def _kept(chosen: tuple[int, ...] | None) -> frozenset[int] | None:
+def _kept(chosen: tuple[int, ...] | None) -> tuple[int, ...] | None:
     """The positions to keep; all, where some can be told at the end only."""
     if chosen is None or any(p < 0 for p in chosen):
         return None
-    return frozenset(chosen)
+    return chosen
 
 
 @_torch.constant

@@ -23,6 +23,7 @@ __all__ = [
     "defer_reductions",
     "find_inputs",
     "find_places",
+    "input_finder",
     "read_inputs",
     "sources_of",
 ]
@@ -55,6 +56,56 @@ def find_inputs(
         SpecTypeError: an input is no tensor that its reduction can use.
     """
     given = capture_inputs or {}
+    looked_up = _look_up(spec, model, len(args), tuple(kwargs), tuple(given))
+    found = {name: _read(at, args, kwargs, given) for name, at in looked_up}
+    for source, (_, reduction) in sources_of(spec).items():
+        reduction.check_input(found[source])
+    return found
+
+
+def input_finder(
+    spec: CaptureSpec, model: nn.Module
+) -> Callable[..., dict[str, torch.Tensor]]:
+    """``find_inputs`` for calls that are traced, without a look at the values."""
+
+    @_torch.constant
+    def look_up(number: int, keywords: Names, given: Names) -> Any:
+        return _look_up(spec, model, number, keywords, given)
+
+    def find(
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        capture_inputs: Mapping[str, Any] | None,
+    ) -> dict[str, Any]:
+        given = {} if capture_inputs is None else capture_inputs
+        looked_up = look_up(len(args), tuple(kwargs), tuple(given))
+        return {name: _read(at, args, kwargs, given) for name, at in looked_up}
+
+    return find
+
+
+Names = tuple[str, ...]
+#: Where a call has an input: in ``capture_inputs``, among the keywords, by position, or
+#: nowhere.
+_At = tuple[str, str | int]
+
+
+def _read(
+    at: _At,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Any:
+    where, name = at
+    if isinstance(name, int):
+        return args[name] if where == "position" else None
+    return given[name] if where == "given" else kwargs[name]
+
+
+def _look_up(
+    spec: CaptureSpec, model: nn.Module, num_args: int, keywords: Names, given: Names
+) -> tuple[tuple[str, _At], ...]:
+    """Where a call has each input that a reduction of the spec needs."""
     wanted = sources_of(spec)
     for name in given:
         if name not in wanted:
@@ -65,20 +116,21 @@ def find_inputs(
                 f"({name!r}), or leave it out",
             )
     if not wanted:
-        return {}
+        return ()
     parameters = describe_forward(model)
-    positional = parameters.names[: parameters.positional]
-    passed = dict(zip(positional, args, strict=False)) | dict(kwargs)
-    found: dict[str, Any] = {}
+    positional = parameters.names[: parameters.positional][:num_args]
+    places: dict[str, _At] = {n: ("position", i) for i, n in enumerate(positional)}
+    places |= {name: ("keyword", name) for name in keywords}
+    found: list[tuple[str, _At]] = []
     for source, (record, reduction) in wanted.items():
         if source in given:
-            found[source] = given[source]
-        elif source in passed:
-            found[source] = passed[source]
+            found.append((source, ("given", source)))
+        elif source in places:
+            found.append((source, places[source]))
         elif source in parameters.names and reduction.kind != "gather":
-            found[source] = None  # left at its default: nothing is masked
+            found.append((source, ("default", -1)))  # nothing is masked
         else:
-            known = dict.fromkeys((*passed, *parameters.names))
+            known = dict.fromkeys((*places, *parameters.names))
             raise ElementError(
                 f"record {record!r}: reduce={reduction!r} needs the input {source!r}, "
                 "which this call does not have",
@@ -86,8 +138,7 @@ def find_inputs(
                 nearest=nearest(source, known),
                 remedy=f"pass capture_inputs={{{source!r}: tensor}}",
             )
-        reduction.check_input(found[source])
-    return found
+    return tuple(found)
 
 
 def find_places(

@@ -170,7 +170,9 @@ def match(
         attention[path] = tuple(
             (name, asked)
             for name, found in paths.items()
-            if path in found and (asked := spec[name].attention) is not None
+            if path in found
+            and (asked := spec[name].attention) is not None
+            and not _returns_weights(spec[name], path)
         )
         requests[path] = tuple(
             request_of(name, spec[name], order)
@@ -228,6 +230,10 @@ def match(
             for entry in table.candidates()
         ),
     )
+
+
+def _returns_weights(tap: Tap, path: str) -> bool:
+    return tap.recorded is not None and path in tap.recorded.eager
 
 
 def _kind(tap: Tap) -> Hashable:

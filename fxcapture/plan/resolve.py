@@ -13,7 +13,6 @@ from fxcapture.errors import (
     ElementError,
     FxCaptureError,
     NeverCalledError,
-    RecordedElementError,
     SelectionError,
     TargetNotFoundError,
     UnsupportedOutputError,
@@ -34,6 +33,10 @@ __all__ = ["canonical_selection", "leaves_of", "named_leaves_of", "resolve"]
 
 #: Record name to positions, where they differ from the spec's.
 SelectionMap = Mapping[str, Any]
+
+
+class RecordedElementError(ElementError, IndexError):
+    """A recorder's index that the module's output does not have."""
 
 
 Element = int | str | None

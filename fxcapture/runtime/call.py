@@ -104,6 +104,7 @@ class _Window:
         initial: Position 0 is the first hit's input.
         inputs: Every position is a hit's input.
         begins: Paths of the modules whose input can be position 0; ``None``: any.
+        count: How many hits there were before.
     """
 
     __slots__ = (
@@ -117,12 +118,13 @@ class _Window:
         initial: bool,
         inputs: bool,
         begins: frozenset[str] | None = None,
+        count: int = 0,
     ) -> None:
         self._select = select
         self._begins = begins
         self._inputs = inputs
         self._initial = initial
-        self._count = 0
+        self._count = count
         self._all = select is None
         self._tail_length = 0
         if isinstance(select, tuple):
@@ -134,6 +136,11 @@ class _Window:
         negative = self._all or self._tail_length > 0
         self._first = initial and (negative or self._is_selected(0))
         self._tail: collections.deque[Observation] = collections.deque()
+
+    @property
+    def count(self) -> int:
+        """How many hits there were."""
+        return self._count
 
     @property
     def wants_entry(self) -> bool:
@@ -167,9 +174,9 @@ class _Window:
 
     def push(self, observation: Observation) -> None:
         """Take the next hit."""
-        if not self._count and self._begins is not None:
-            if observation.site.path not in self._begins:
-                self._initial = self._first = False
+        path = observation.site.path
+        if not self._count and self._begins is not None and path not in self._begins:
+            self._initial = self._first = False
         # A hit that stays takes a place in the tail as well, as nothing to release.
         waits = _NOTHING
         if self._stays():
@@ -211,8 +218,9 @@ class Call:
     """
 
     __slots__ = (
-        "__weakref__", "_made", "_pending", "_repeated", "_spec", "_table", "bound",
-        "break_reason", "delivered", "error", "holder", "inputs", "observations",
+        "__weakref__", "_before", "_made", "_pending", "_repeated", "_spec", "_table",
+        "bound", "break_reason", "delivered", "error", "holder", "inputs",
+        "observations",
         "owner", "plan", "repeats", "selection", "started", "whole",
     )  # fmt: skip
 
@@ -243,6 +251,7 @@ class Call:
         self._spec = spec
         self._pending: list[Mark] = []
         self._made: dict[str, _Window] | None = None
+        self._before: Mapping[str, int] = {}
         self._repeated: Call | None = None
         self._table: SiteTable | None = None
 
@@ -257,14 +266,15 @@ class Call:
                     tap.initial,
                     tap.point == "input",
                     None if tap.recorded is None else tap.recorded.initial,
+                    self._before.get(name, 0),
                 )
                 for name, tap in self._spec.items()
             }
         return self._made
 
     def anew(self) -> Call:
-        """An empty call that is equal, for a repetition."""
-        return Call(
+        """An empty call that is equal, and is where this one is; for a repetition."""
+        made = Call(
             self.owner,
             self.selection,
             whole=self.whole,
@@ -273,10 +283,14 @@ class Call:
             inputs=self.inputs,
             repeats=True,
         )
+        made._before = self._before
+        if self._made is not None:
+            made._before = {name: w.count for name, w in self._made.items()}
+        return made
 
     @property
     def repeated(self) -> Call:
-        """An empty equal call, always the same: it holds no value."""
+        """An empty equal call, always the same: it stands for this one."""
         if self._repeated is None:
             self._repeated = self.anew()
         return self._repeated

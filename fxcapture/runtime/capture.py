@@ -13,10 +13,8 @@ Invariants
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
-import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
@@ -31,6 +29,7 @@ from fxcapture.plan.plan import Leaf, Plan, Slot
 from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import leaves_of, resolve
 from fxcapture.plan.sites import Site, SiteTable, group_marks, pair_hooked, site_of
+from fxcapture.runtime.aliases import storages_in
 from fxcapture.runtime.call import (
     Call,
     Observation,
@@ -171,12 +170,15 @@ class Capture:
         """
         if not torch.is_grad_enabled():
             return
-        equal = call.repeated  # the call itself would keep its values alive
-
         scope, current = self._scope, self._current
-        _torch.while_recomputing(
-            id(equal), lambda: lambda: _Again(scope, equal, current)
-        )
+        repeated = call.repeated
+
+        def prepare() -> Callable[[], _Again]:
+            # Where the call is now; itself, it would keep its values alive.
+            equal = call.anew()
+            return lambda: _Again(scope, equal, current, repeated)
+
+        _torch.while_recomputing(id(repeated), prepare)
 
     def _asked(self, token: torch.Tensor) -> bool:
         """Whether to copy what a call outside of graphs received."""
@@ -231,12 +233,14 @@ class Capture:
                     continue  # what it received cannot be selected any more
                 value = held.tensors[leaf.index]
                 tensors[leaf] = leaf.snapshot(value)
-                version = _torch.version_of(value)
+                version = None
                 if original is not None and leaf.kind == ENTRY:
                     value = original.tensors[leaf.index]
                     version = original.sizes[leaf.index]
                 # Autograd recorded it, and it shares no memory with a parameter.
                 if leaf.is_plain and _torch.is_recorded(value):
+                    if version is None:
+                        version = _torch.version_of(value)
                     observation.own[leaf] = value, version
             observation.tensors = tensors
 
@@ -254,7 +258,7 @@ class Capture:
             CaptureError: a value cannot be captured.
         """
         if any(o.own for o in call.observations):
-            held = _storages_in(outside)
+            held = storages_in(outside)
             for observation in call.observations:
                 observation.own = {
                     leaf: own
@@ -295,9 +299,11 @@ class _Again:
         scope: The overrides.
         call: An empty call that equals the one that was computed.
         current: Holds the call in flight.
+        kept: What has to live as long.
     """
 
-    def __init__(self, scope: Scope, call: Call, current: Current) -> None:
+    def __init__(self, scope: Scope, call: Call, current: Current, kept: Call) -> None:
+        self._kept = kept
         self._parts = contextlib.ExitStack()
         self._layers = fused_attention(not scope.bound.inside_fused, depth=3)
         self._in_flight = InFlight(scope, call.anew(), current, depth=3)
@@ -374,29 +380,6 @@ def _read(
         lambda i: observation.value(leaves[i]),
         lambda i: observation.size(slot.kind, i),
     )
-
-
-def _storages_in(value: Any) -> set[int | None]:
-    """The memory of every tensor that can be reached from a value, in any object."""
-    found: set[int | None] = set()
-    seen: set[int] = set()
-    rest = collections.deque([value])
-    while rest:
-        item = rest.popleft()
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, torch.Tensor):
-            found.add(_torch.storage_id(item))
-        elif isinstance(item, (tuple, list, dict)) or _is_plain_object(item):
-            rest.extend(gc.get_referents(item))
-    return found
-
-
-def _is_plain_object(item: Any) -> bool:
-    """Whether an object may be a container of the user's own."""
-    skipped = (type, nn.Module, types.ModuleType, types.FunctionType, types.CodeType)
-    return gc.is_tracked(item) and not isinstance(item, skipped)
 
 
 def _run_plainly(kind: type, below: Callable[..., Any], *args: Any, **kw: Any) -> Any:

@@ -6,26 +6,27 @@ The one module that knows every stage.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
 from torch import fx, nn
 
 from fxcapture import _torch
-from fxcapture.errors import EagerSiteError, SpecTypeError, TraceError, nearest
+from fxcapture.errors import SpecTypeError, TraceError
 from fxcapture.inspect.drawing.draw import draw
+from fxcapture.plan.inputs import input_finder
 from fxcapture.plan.printing import Printed
 from fxcapture.plan.records import Captured, Records
 from fxcapture.plan.resolve import canonical_selection
 from fxcapture.plan.sites import SiteTable
-from fxcapture.runtime.call import Call
 from fxcapture.runtime.dynamo import DynamoProgram
 from fxcapture.runtime.explain import explain
 from fxcapture.runtime.functional import collector
-from fxcapture.runtime.model_outputs import has_field, inject_records
+from fxcapture.runtime.model_outputs import inject_declared
+from fxcapture.runtime.refusals import refuse_arguments, refuse_eager
 from fxcapture.spec.capture_spec import CaptureSpec
-from fxcapture.spec.declared_spec import declared_spec
+from fxcapture.spec.declared_spec import declared_records
+from fxcapture.spec.flags import selections
 from fxcapture.spec.selector import Selector
 
 __all__ = ["CapturedModule", "compile"]
@@ -58,7 +59,8 @@ def compile(
         model: The model.  It is not changed, now or by a call.
         spec: What to capture; a mapping is made into a :class:`CaptureSpec`.  ``None``:
             what the model declares with ``_can_record_outputs``; the records then stand
-            in the returned output object as well, where it has such fields.
+            in the returned output object as well, where it has such fields, and the
+            keywords ``output_<record>`` of a call select positions, without a trace.
         keep_output: With ``False`` the caller wants the records alone: the program ends
             at the last operation that a record needs, and ``output`` is ``None``.
             Buffers that later layers would have written are then not written.
@@ -98,9 +100,9 @@ def compile(
         raise SpecTypeError(
             f"on_eager={on_eager!r} is not known", remedy='pass "allow" or "error"'
         )
-    declared = spec is None
+    declared: dict[str, str] = {}
     if spec is None:
-        spec = declared_spec(_torch.unwrap_optimized(model))
+        spec, declared = declared_records(_torch.unwrap_optimized(model))
     elif not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     settings = {
@@ -133,6 +135,7 @@ class CapturedModule(nn.Module):
     _fxc_selection: tuple[tuple[str, Any], ...]
     _fxc_program: DynamoProgram
     _fxc_collect: Callable[..., tuple[Any, Records]]
+    _fxc_inputs: Callable[..., dict[str, Any]]
 
     def __init__(
         self,
@@ -179,6 +182,7 @@ class CapturedModule(nn.Module):
         own["_fxc_selection"] = selection
         own["_fxc_program"] = program
         own["_fxc_collect"] = collector(model, spec)
+        own["_fxc_inputs"] = input_finder(spec, model)
 
     def forward(
         self,
@@ -205,37 +209,37 @@ class CapturedModule(nn.Module):
             CaptureError: a value cannot be captured.
         """
         selection = self._fxc_selection
-        if select is not None:
-            if not isinstance(select, Mapping):
-                raise SpecTypeError(
-                    f"select={select!r} is of type {type(select).__name__}",
-                    why="a spec may have several records, each with positions of its "
-                    "own",
-                    remedy=f"name the record: select={{'"
-                    f"{next(iter(self._fxc_spec), 'name')}': {select!r}}}",
-                )
-            merged = dict(selection) | dict(select)
+        if select is not None and not isinstance(select, Mapping):
+            raise SpecTypeError(
+                f"select={select!r} is of type {type(select).__name__}",
+                why="a spec may have several records, each with positions of its own",
+                remedy=f"name the record: select={{'"
+                f"{next(iter(self._fxc_spec), 'name')}': {select!r}}}",
+            )
+        declared = self._fxc_settings["declared"]
+        flags = selections(declared, kwargs)
+        if select is not None or flags:
+            merged = dict(selection) | flags | dict(select or {})
             selection = canonical_selection(self._fxc_spec, merged)
         if _torch.is_traced():
             # Part of a larger trace: the records are outputs of that.
             model = self._fxc_model
+            inputs = self._fxc_inputs(args, kwargs, capture_inputs)
             output, records = self._fxc_collect(
-                lambda: model(*args, **kwargs), selection
+                lambda: model(*args, **kwargs), selection, inputs
             )
-            kept = output if self._fxc_settings["keep_output"] else None
-            return Captured(kept, records)
-        program = self._fxc_program
-        try:
-            output, records, call = program.run(args, kwargs, selection, capture_inputs)
-        except TraceError as error:
-            _refuse_arguments(self._fxc_model, args, kwargs, error)
-            raise
-        if self._fxc_settings["on_eager"] == "error":
-            _refuse_eager(call)
-        if self._fxc_settings["declared"]:
-            fields = {n: v for n, v in records.items() if has_field(output, n)}
-            output = inject_records(output, fields) if fields else output
-        return Captured(output, records)
+            output = output if self._fxc_settings["keep_output"] else None
+        else:
+            try:
+                output, records, call = self._fxc_program.run(
+                    args, kwargs, selection, capture_inputs
+                )
+            except TraceError as error:
+                refuse_arguments(self._fxc_model, args, kwargs, error)
+                raise
+            if self._fxc_settings["on_eager"] == "error":
+                refuse_eager(call)
+        return Captured(inject_declared(output, records, declared, flags), records)
 
     def select(self, **select: Any) -> CapturedModule:
         """A sibling with other positions, on the same trace.
@@ -364,34 +368,3 @@ for _name in dir(nn.Module):
     if not _own and callable(getattr(nn.Module, _name)):
         setattr(CapturedModule, _name, _delegate(_name))
 CapturedModule._apply = _delegate("_apply")  # type: ignore[method-assign]
-
-
-def _refuse_arguments(
-    model: nn.Module, args: Any, kwargs: Any, error: TraceError
-) -> None:
-    """Raise if Dynamo could not trace because the model does not take the arguments."""
-    if model._forward_pre_hooks:
-        return  # they may make other arguments of these
-    signature = inspect.signature(model.forward)
-    try:
-        signature.bind(*args, **kwargs)
-    except TypeError as cause:
-        unknown = next((k for k in kwargs if k not in signature.parameters), "")
-        raise SpecTypeError(
-            f"{type(model).__name__} does not take these arguments",
-            why=f"{cause}: forward{signature}",
-            nearest=nearest(unknown, signature.parameters) if unknown else (),
-            remedy="pass what the model takes; a captured model adds select= and "
-            "capture_inputs= alone",
-        ) from error
-
-
-def _refuse_eager(call: Call) -> None:
-    eager = [site for site in call.sites if site.graph is None]
-    if eager:
-        raise EagerSiteError(
-            f"the value of {eager[0].describe()} comes from outside every graph"
-            + (f", and {len(eager) - 1} more" if len(eager) > 1 else ""),
-            why=call.break_reason or "Dynamo ran the module's caller eagerly",
-            remedy='remove the graph break, or pass on_eager="allow"',
-        )

@@ -100,6 +100,7 @@ class DynamoProgram:
         self.fullgraph = fullgraph
         self.max_variants = max_variants
         self.regional = regions is not None
+        self._initialised = False
         self.break_reason: str | None = "regions= was given" if self.regional else None
         self.latest: Call | None = None
         self._pieces_for_good = self.regional
@@ -263,7 +264,9 @@ class DynamoProgram:
         """Run the model once; its output (or ``None``), the records, and the call."""
         inputs = find_inputs(self.spec, self.model, args, kwargs, capture_inputs)
         with fused_attention(not self._bound.inside_fused):
-            tried = self.break_reason is None
+            if not self._initialised:
+                self._initialised = _torch.is_initialised(self.model)
+            tried = self.break_reason is None and self._initialised
             if tried:
                 done = self._call_whole(args, kwargs, selection, inputs)
                 if done is not None:
@@ -343,7 +346,8 @@ class DynamoProgram:
         _torch.skip_untraced()
         try:
             with running:
-                if self.regional:
+                # What a module is until its first call, Dynamo cannot guard on.
+                if self.regional or not self._initialised:
                     output = self.model(*args, **kwargs)
                 else:
                     output = self._run_pieces(self.model, args, kwargs)

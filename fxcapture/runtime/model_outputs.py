@@ -7,10 +7,16 @@ are no fields of it.  These functions are traced by Dynamo.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-__all__ = ["get_field", "has_field", "inject_records", "to_tuple"]
+__all__ = [
+    "get_field",
+    "has_field",
+    "inject_declared",
+    "inject_records",
+    "to_tuple",
+]
 
 
 def inject_records(
@@ -51,6 +57,29 @@ def inject_records(
         f"{', '.join(records)}\n  what to do: return a ModelOutput, a dataclass with "
         "these fields, or a dict from the decorated method"
     )
+
+
+def inject_declared(
+    outputs: Any,
+    records: Mapping[str, tuple[Any, ...]],
+    declared: Iterable[str],
+    flags: Mapping[str, frozenset[int] | None],
+) -> Any:
+    """``outputs`` with the declared records in those of its fields that it has.
+
+    Args:
+        outputs: What the model returned.
+        records: Record name to entries.
+        declared: The records that the model declares; none if the spec is the user's.
+        flags: What the call's flags ask of them; those that nothing is asked of are
+            left out.
+    """
+    fields = {
+        name: records[name]
+        for name in declared
+        if flags.get(name) != frozenset() and has_field(outputs, name)
+    }
+    return inject_records(outputs, fields) if fields else outputs
 
 
 def to_tuple(outputs: Any) -> Any:

@@ -93,6 +93,7 @@ class Found(NamedTuple):
         nested: It stands in a sub-model that captures for itself.
         enclosed: It stands inside a module that was compiled by itself.
         fused: Its attention runs in a kernel that returns no weights.
+        eager: Its attention is written out, so that it returns its weights itself.
     """
 
     path: str
@@ -100,6 +101,7 @@ class Found(NamedTuple):
     nested: bool
     enclosed: bool
     fused: bool
+    eager: bool
 
 
 class _Member(NamedTuple):
@@ -190,14 +192,16 @@ def find(model: nn.Module, records: Sequence[str]) -> list[Found]:
             )
             if tasks:
                 weights = any(holds_weights(task.record) for task in tasks)
-                fused = weights and _is_fused(member.module)
+                chosen = kernels_of(member.module).chosen if weights else frozenset()
+                fused = not chosen.isdisjoint(("sdpa", "flex_attention"))
+                eager = chosen == {"eager"}
                 _, path, nested, enclosed = member
-                found.append(Found(path, tasks, nested, enclosed, fused))
+                found.append(Found(path, tasks, nested, enclosed, fused, eager))
     return found
 
 
 def declaring(model: nn.Module) -> dict[tuple[str, ...], nn.Module]:
-    """The model and each sub-model that declares records, by the names that lead there."""
+    """The model and its declaring sub-models, by the names that lead there."""
     return {scope.way: scope.owner for scope in _scopes(model)}
 
 
@@ -270,11 +274,6 @@ def _matcher(
 def holds_weights(record: str) -> bool:
     """Whether a record is one of attention weights, by its name."""
     return record.endswith("attentions")
-
-
-def _is_fused(module: nn.Module) -> bool:
-    """Whether a module in transformers' way has chosen a fused attention kernel."""
-    return not kernels_of(module).chosen.isdisjoint(("sdpa", "flex_attention"))
 
 
 class Kernels(NamedTuple):

@@ -107,6 +107,7 @@ def record_spec(model: nn.Module, records: Iterable[str]) -> CaptureSpec:
                     initial=frozenset(initial),
                     keeps=record == "hidden_states",
                     fused=frozenset(path for path, f in found.items() if f.fused),
+                    eager=frozenset(path for path, f in found.items() if f.eager),
                 ),
                 initial=bool(initial),
                 attention=Attention() if holds_weights(record) else None,

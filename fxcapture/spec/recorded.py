@@ -28,12 +28,15 @@ class Recorded:
         fused: Paths of attention modules in transformers' way whose kernel returns no
             weights: they are not handed the flag that asks for them, which the kernel
             only warns of, in a way that Dynamo does not trace.
+        eager: Paths of those that write their attention out, and return the weights:
+            their fused calls are not watched for.
     """
 
     elements: tuple[tuple[str, tuple[int, ...]], ...]
     initial: frozenset[str]
     keeps: bool
     fused: frozenset[str]
+    eager: frozenset[str]
 
     @functools.cached_property
     def _by_path(self) -> dict[str, tuple[int, ...]]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any, final
 
 import torch
@@ -49,10 +49,10 @@ def make_way_for_trace(model: nn.Module) -> None:
     What would show in the trace is taken away; calls under way do without.
     """
     with _lock:
-        for module in model.modules():
-            _traced.add(module)
+        modules = list(model.modules())
+        _traced.update(modules)
         for scope in _scopes:
-            scope.hide()
+            scope.hide(set(map(id, modules)))
 
 
 @final
@@ -77,6 +77,7 @@ class EagerScope:
         self._model = weakref.ref(model)
         self._current = current
         self._owner = weakref.ref(owner)
+        self._at_trace: Callable[[], bool]
         self._at_trace = _torch.constant(lambda: self._call() is not None)
         self._holders: list[Holder] = []
         self._installed: list[Override] = []
@@ -108,12 +109,12 @@ class EagerScope:
             if not self._holders:
                 self._uninstall()
 
-    def hide(self) -> None:
-        """Take away what Dynamo can see."""
+    def hide(self, modules: Collection[int]) -> None:
+        """Take away what Dynamo can see on modules, by their identity."""
         with _lock:
             for override in reversed(self._direct):
-                override.remove()
-            self._direct = []
+                if id(override.module) in modules:
+                    override.remove()
 
     def path_of_token(self, token: torch.Tensor) -> str | None:
         """The path of the module that a token stands for; ``None`` if not of ours."""
@@ -163,8 +164,9 @@ class EagerScope:
         def call(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             if current() is None:
                 return below[0](*args, **kwargs)
-            inner = self._call_impl if wrapped is None else wrapped
-            return inner(*args, **kwargs)
+            if wrapped is None:
+                return _torch.call_uncompiled(self, *args, **kwargs)
+            return wrapped(*args, **kwargs)
 
         return Override(block, key, call, {}, _torch.out_of_sight, below)
 
@@ -240,6 +242,7 @@ class EagerScope:
             if not plain:
                 copies = call.wants_entry(records)
                 originals = copies and torch.is_grad_enabled()
+                originals = originals and not torch.is_inference_mode_enabled()
                 watched = bool(target.attention) and call.wants_hit(records)
             take = call.take
             return observed(

@@ -1,4 +1,4 @@
-"""What lives on after a decorated call, what threads wait for, what a trace bakes in."""
+"""What lives on after a decorated call, what threads wait for, what traces keep."""
 
 from __future__ import annotations
 

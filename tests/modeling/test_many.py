@@ -183,7 +183,7 @@ def test_what_a_flag_means_to_a_compiled_declared_model(
 def test_a_flag_and_a_selection_for_one_call_are_told_apart() -> None:
     captured = fxc.compile(Model(), backend="eager")
 
-    output, records = captured(X, output_hidden_states=[1], select={"attentions": 0})
+    _, records = captured(X, output_hidden_states=[1], select={"attentions": 0})
 
     assert picked(records["hidden_states"]) == [1]
     assert picked(records["attentions"]) == [0]
