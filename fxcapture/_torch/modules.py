@@ -37,7 +37,7 @@ def has_hooks(module: nn.Module) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return any(own) or torch.nn.modules.module._has_any_global_hook()
+    return any(own) or bool(torch.nn.modules.module._has_any_global_hook())  # type: ignore[no-untyped-call]
 
 
 def has_forward_pre_hooks(module: nn.Module) -> bool:

@@ -43,7 +43,7 @@ from fxcapture.spec.declared_spec import record_spec
 from fxcapture.spec.flags import Request
 from fxcapture.trace.eager_scope import make_way_for_trace
 from fxcapture.trace.mark import ENDS, HOOKED
-from fxcapture.trace.scope import way_to
+from fxcapture.trace.scope import Way, way_to
 
 __all__ = ["begin", "collect", "end", "goes_by"]
 

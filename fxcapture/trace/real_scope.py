@@ -238,9 +238,9 @@ class RealScope:
         in_place = key == "_compiled_call_impl"
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            below: Callable[..., Any]
+            below: Any
             if not _torch.is_traced() and not _torch.outside_dynamo(in_flight):
-                below = getattr(self, original)
+                below = self.__dict__.get(original) or getattr(self, key)
                 return below(*args, **kwargs)
             if wrapped is not None:
                 below = wrapped
@@ -301,16 +301,21 @@ class RealScope:
         token = f"{self._name}_token"
         at_trace, in_flight, asks = self._at_trace, self._in_flight, self._asks
         reducers, takes = self._reducers, bool(target.entries)
-        watched = self._watched
+        watched, key = self._watched, target.key
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-            inner, own = getattr(self, original), getattr(self, token)
+            inner: Any
             if _torch.is_traced():
+                inner, own = getattr(self, original), getattr(self, token)
                 if not at_trace():
                     return inner(*args, **kwargs)
                 return observed(
                     inner, args, kwargs, target, own, None, reducers, watched
                 )
+            inner, own = self.__dict__.get(original), self.__dict__.get(token)
+            if inner is None:
+                # Taken away by another thread since it was looked up here.
+                return getattr(self, key)(*args, **kwargs)
             if not _torch.outside_dynamo(in_flight):
                 return inner(*args, **kwargs)
             copies = takes and _torch.outside_dynamo(asks, own)
