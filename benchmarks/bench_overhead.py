@@ -26,6 +26,8 @@ from benchmarks.harness import (
 from benchmarks.models import hidden_states, llama, quiet, token_ids
 
 SELECTED = (2, 5)
+#: Layers of the model whose modules are all tapped.
+DEEP = 48
 
 
 def latency(backend: str, rounds: int, *, quick: bool) -> dict[str, list[float]]:
@@ -56,6 +58,27 @@ def trace_seconds(captured: bool) -> float:
         made = fxc.compile(model, spec, backend="eager", fullgraph=True)
     else:
         made = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        start = time.perf_counter()
+        made(ids)
+        return time.perf_counter() - start
+
+
+def first_call_seconds(what: str) -> float:
+    """Seconds of the first call of a deep model under ``aot_eager``."""
+    quiet()
+    model = llama(
+        hidden_size=64, intermediate_size=128, num_attention_heads=4,
+        num_key_value_heads=4, num_hidden_layers=DEEP,
+    ).model  # fmt: skip
+    ids = token_ids(1, 16)
+    torch.compile(torch.nn.Linear(8, 8), backend="aot_eager")(torch.ones(8, 8))
+    made: Any
+    if what == "plain":
+        made = torch.compile(model, backend="aot_eager", fullgraph=True)
+    else:
+        target = "**" if what == "every module" else "layers.*"
+        made = fxc.compile(model, {"h": target}, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         start = time.perf_counter()
         made(ids)
@@ -100,6 +123,29 @@ def run(quick: bool) -> Report:
         statistics.median(a / b for a, b in pairs),
         "<= 1.15",
     )
+    kinds = ("plain", "all layers", "every module")
+    rounds = [
+        {k: child("benchmarks.bench_overhead", "first_call_seconds", what=k)
+         for k in kinds}
+        for _ in range(1 if quick else 3)
+    ]  # fmt: skip
+    report.table(
+        f"First call, {DEEP} layers, aot_eager (a process each, medians)",
+        [
+            {
+                "tapped": k,
+                "seconds": statistics.median(r[k] for r in rounds),
+                "runs": len(rounds),
+            }
+            for k in kinds
+        ],
+    )
+    for kind, name, expected in (
+        ("all layers", "first_call_all_layers_over_plain", "<= 1.08"),
+        ("every module", "first_call_every_module_over_plain", "<= 1.3"),
+    ):
+        value = statistics.median(r[kind] / r["plain"] for r in rounds)
+        report.figure(name, value, expected)
     report.plot(
         "overhead_latency",
         "Time per call, Llama 8 x 256, batch 4 x 64",
