@@ -35,7 +35,7 @@ def compiled(every_copied: bool, model: Any, ids: torch.Tensor) -> Any:
     captured = fxc.compile(model, hidden_states(), fullgraph=True)
     with torch.no_grad():
         if every_copied:
-            with mock.patch(_REASON, lambda *_: "always"):
+            with mock.patch(_REASON, return_value="always"):
                 captured(ids)
         else:
             captured(ids)
