@@ -2,11 +2,11 @@
 
 from fxcapture import errors as errors
 from fxcapture import reductions as reductions
-from fxcapture.exporting.program import CapturedPackage as CapturedPackage
+from fxcapture.exporting.export import export as export
+from fxcapture.exporting.package import CapturedPackage as CapturedPackage
+from fxcapture.exporting.package import load_package as load_package
 from fxcapture.exporting.program import CapturedProgram as CapturedProgram
-from fxcapture.exporting.program import export as export
 from fxcapture.exporting.program import load as load
-from fxcapture.exporting.program import load_package as load_package
 from fxcapture.foreign.backend import Recording as Recording
 from fxcapture.foreign.backend import backend as backend
 from fxcapture.foreign.backend import recording as recording

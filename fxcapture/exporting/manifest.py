@@ -18,7 +18,7 @@ from typing import Any, final
 
 from fxcapture.errors import CaptureError
 from fxcapture.exporting.stored_structure import structure_from_json, structure_to_json
-from fxcapture.plan.records import Records
+from fxcapture.plan.records import Captured, Records
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.documents import Reader, read_document, shorten
 from fxcapture.spec.stored import Trust, trusting
@@ -106,6 +106,11 @@ class Manifest:
     records: tuple[RecordLayout, ...]
     outputs: tuple[OutputInfo, ...]
     versions: tuple[tuple[str, str], ...]
+
+    def split(self, returned: Any) -> Captured:
+        """What a program or package returned, as its output and the records."""
+        output, values = returned if self.keep_output else (None, returned)
+        return Captured(output, self.read(values))
 
     def read(self, values: Mapping[str, Any]) -> Records:
         """Records of a run, from the values of the added outputs by name.

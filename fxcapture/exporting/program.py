@@ -1,9 +1,9 @@
-"""Exported programs that return records: made here, saved, loaded and packaged.
+"""An exported program that returns records: called, saved, loaded and converted.
 
 Terms
     captured program: an ``ExportedProgram`` with taps as named outputs, and the
         manifest that says what they mean.
-    package: the same, compiled ahead of time by AOTInductor into one file.
+    package: the same, compiled ahead of time by AOTInductor, see ``package``.
 
 Invariants
     Loading and running a program or a package needs torch and this package only: the
@@ -13,10 +13,9 @@ Invariants
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -24,143 +23,23 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-import fxcapture
-from fxcapture import _torch, passes
-from fxcapture.errors import CaptureError, SpecError, SpecTypeError
-from fxcapture.exporting import front_end as frontend
+from fxcapture import _torch
+from fxcapture.errors import CaptureError
+from fxcapture.exporting import rebuild
 from fxcapture.exporting.archive import read_part, reading
-from fxcapture.exporting.manifest import Manifest, OutputInfo, RecordLayout
+from fxcapture.exporting.manifest import Manifest
+from fxcapture.exporting.package import METADATA
 from fxcapture.exporting.refusals import check_file, check_installed, refusing
-from fxcapture.inspect.arguments import example_arguments
 from fxcapture.inspect.nothing import Nothing, find_nothing
-from fxcapture.passes.compute_weights import weights_wanted
-from fxcapture.plan.match import match
 from fxcapture.plan.records import Captured, Records
-from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.stored import Trust, trusting
-from fxcapture.trace.fused_layers import fused_attention
 
-__all__ = ["CapturedPackage", "CapturedProgram", "export", "load", "load_package"]
+__all__ = ["CapturedProgram", "load"]
 
 _FILE = "fxcapture.json"
-_METADATA = "fxcapture_manifest"
 _log = logging.getLogger("fxcapture")
-
-
-def export(
-    model: nn.Module,
-    args: Sequence[Any] | torch.Tensor,
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    spec: CaptureSpec | Mapping[str, Any],
-    capture_inputs: Mapping[str, Any] | None = None,
-    dynamic_shapes: Any = None,
-    strict: bool = False,
-    keep_output: bool = True,
-) -> CapturedProgram:
-    """Export a model as a program that returns its output and the records.
-
-    Example::
-
-        spec = {"hidden": Tap("layers.*", select=[0, -2])}
-        program = export(model, (ids,), spec=spec)
-        output, records = program(ids)
-        program.save("model.pt2")
-
-    Args:
-        model: The model; not changed.
-        args: Example arguments, as for ``torch.export.export``, or the only one if it
-            is a tensor.
-        kwargs: Example keyword arguments.
-        spec: What to capture; a mapping is made into a :class:`CaptureSpec`.
-        capture_inputs: Name to example tensor: inputs of the spec's reductions that
-            are no arguments of the model.  The program takes them as keywords.
-        dynamic_shapes: As for ``torch.export.export``; those of ``capture_inputs`` by
-            name, and static where nothing is said.
-        strict: Trace with Dynamo instead of by running the model's Python code.
-        keep_output: With ``False`` the program returns the records alone and ends at
-            the last operation that one needs; parameters behind it are left out.
-
-    A record that can hold nothing but ``None`` is told of in the log ``fxcapture``, and
-    stands in the program's ``nothing``.
-
-    Raises:
-        SpecTypeError: ``model``, ``spec`` or ``args`` is of the wrong type.
-        TargetError: the spec does not fit the model, or what the run called.
-        ElementError: a reduction names an input that there is not.
-        SpecError: ``capture_inputs`` has the name of an argument of the model.
-        TraceError: the model cannot be exported.
-        UnreachableValueError: a value cannot leave the sub-graph it is computed in.
-    """
-    if not isinstance(model, nn.Module):
-        raise SpecTypeError(
-            f"model is of type {type(model).__name__}",
-            why="sites are calls of submodules, so the model must be a torch.nn.Module",
-            remedy="for a graph that exists already use fxcapture.instrument",
-        )
-    positional, named = example_arguments(args, kwargs)
-    if not isinstance(spec, CaptureSpec):
-        spec = CaptureSpec(spec)
-    model = _torch.unwrap_optimized(model)
-    bound = match(spec, model)
-    with fused_attention(not bound.inside_fused):
-        traced = frontend.trace(
-            model,
-            positional,
-            named,
-            bound.targets,
-            spec,
-            capture_inputs=capture_inputs or {},
-            dynamic_shapes=dynamic_shapes,
-            strict=strict,
-        )
-    marked = passes.collect_marks(traced.graph_module, graph=0, classes=bound.classes)
-    plan = resolve(spec, bound, marked.sites)
-    program, records, outputs = frontend.attach(
-        traced,
-        marked,
-        plan,
-        keep_output=keep_output,
-        attention=weights_wanted(spec),
-    )
-    manifest = make_manifest(spec, keep_output, records, outputs)
-    made = CapturedProgram(program, manifest, sites=marked.sites, spec=spec)
-    for nothing in made.nothing.values():
-        # Not an error and no warning that can be made one: the model may mean it.
-        _log.warning("%s", nothing)
-    return made
-
-
-def make_manifest(
-    spec: CaptureSpec,
-    keep_output: bool,
-    records: tuple[RecordLayout, ...],
-    outputs: tuple[OutputInfo, ...],
-) -> Manifest:
-    """The manifest of a program that this process makes."""
-    try:
-        # In the form in which the manifest gives it back.
-        text: str | None = json.dumps(json.loads(spec.to_json()))
-    except SpecError:
-        text = None
-    return Manifest(
-        spec=text,
-        spec_text=repr(spec),
-        keep_output=keep_output,
-        records=records,
-        outputs=outputs,
-        versions=(
-            ("fxcapture", fxcapture.__version__),
-            ("torch", str(torch.__version__)),
-        ),
-    )
-
-
-def _split(raw: Any, manifest: Manifest) -> tuple[Any, Records]:
-    output, values = raw if manifest.keep_output else (None, raw)
-    return output, manifest.read(values)
 
 
 @final
@@ -239,15 +118,15 @@ class CapturedProgram:
         """
         if self._module is None:
             self._module = self.program.module()
-        args, kwargs = frontend.arrange(self.program, args, kwargs)
+        args, kwargs = rebuild.arrange(self.program, args, kwargs)
         with refusing():
             raw = self._module(*args, **kwargs)
-        return Captured(*_split(raw, self.manifest))
+        return self.manifest.split(raw)
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> CapturedProgram:
         """The same program after ``ExportedProgram.run_decompositions``."""
         made = self.program.run_decompositions(*args, **kwargs)
-        frontend.restore_names(made, [o.name for o in self.manifest.outputs])
+        rebuild.restore_names(made, [o.name for o in self.manifest.outputs])
         return CapturedProgram(
             made, self.manifest, sites=self.sites, spec=self._spec, trust=self._trust
         )
@@ -262,7 +141,7 @@ class CapturedProgram:
         added = [o.name for o in self.manifest.outputs]
         if not self.manifest.keep_output:
             return tuple(added)
-        own = frontend.own_output_names(self.portable(), len(added))
+        own = rebuild.own_output_names(self.portable(), len(added))
         taken = set(added)
         return (*(f"output_{n}" if n in taken else n for n in own), *added)
 
@@ -304,7 +183,7 @@ class CapturedProgram:
         keys, another one a tuple: the program can then be loaded without the model's
         code.  Parameters are shared with ``program``.
         """
-        return frontend.with_plain_output(self.program)
+        return rebuild.with_plain_output(self.program)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a ``.pt2`` file for :func:`load` (``torch.export.load`` reads it too).
@@ -345,7 +224,7 @@ class CapturedProgram:
             self.portable(),
             str(path),
             dict(inductor_configs or {}),
-            {_METADATA: self.manifest.to_json()},
+            {METADATA: self.manifest.to_json()},
         )
         return Path(made)
 
@@ -389,50 +268,3 @@ def load(path: str | os.PathLike[str], *, trust: Iterable[str] = ()) -> Captured
             remedy="export the model again",
         )
     return CapturedProgram(program, manifest, trust=trusted)
-
-
-@final
-class CapturedPackage:
-    """A program compiled ahead of time; made by :func:`load_package`.
-
-    Attributes:
-        manifest: What its added outputs mean.
-    """
-
-    def __init__(self, compiled: Any, manifest: Manifest) -> None:
-        self._compiled = compiled
-        self.manifest = manifest
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Captured:
-        """Run the package, with the program's arguments; no record has a gradient."""
-        return Captured(*_split(self._compiled(*args, **kwargs), self.manifest))
-
-
-def load_package(
-    path: str | os.PathLike[str], *, trust: Iterable[str] = ()
-) -> CapturedPackage:
-    """Read what :meth:`CapturedProgram.package` wrote.
-
-    A package is machine code: load it only if you would run a program from the same
-    place.
-
-    Args:
-        path: The file.
-        trust: Modules whose container classes the package's records may be of.
-
-    Raises:
-        CaptureError: the file holds no captured program, or is damaged.
-        FileNotFoundError: there is no such file.
-    """
-    check_file(path)
-    trusted = trusting(trust)
-    compiled, metadata = reading(path, lambda: _torch.aoti_load(str(path)))
-    if _METADATA not in metadata:
-        raise CaptureError(
-            f"{str(path)!r} holds no captured program",
-            why="it is an AOTInductor package without a manifest of fxcapture's",
-            remedy="make it with CapturedProgram.package",
-        )
-    stored = metadata[_METADATA]
-    manifest = reading(path, lambda: Manifest.from_json(stored, trusted))
-    return CapturedPackage(compiled, manifest)

@@ -19,8 +19,9 @@ from torch.export import ExportedProgram
 
 from fxcapture import _torch, passes
 from fxcapture.errors import SpecTypeError
-from fxcapture.exporting import front_end as frontend
-from fxcapture.exporting.program import CapturedProgram, make_manifest
+from fxcapture.exporting.export import make_manifest
+from fxcapture.exporting.program import CapturedProgram
+from fxcapture.exporting.rebuild import attach
 from fxcapture.foreign.dialect import prepare
 from fxcapture.foreign.dynamo import Dynamo, is_by_dynamo
 from fxcapture.foreign.exported import Exported
@@ -87,7 +88,7 @@ def _instrument_program(
 ) -> CapturedProgram:
     dialect = Exported(program, spec, assume_tensors=assume)
     marked, plan = prepare(dialect)
-    made, records, outputs = frontend.attach(
+    made, records, outputs = attach(
         program, marked, plan, keep_output=keep_output, graph_module=dialect.gm
     )
     manifest = make_manifest(spec, keep_output, records, outputs)

@@ -5,7 +5,6 @@ Terms
         its call when it runs; nothing is stored on the model or on the compiled
         program, so that calls do not see each other.
     broken run: a call that is not one graph.  It learns positions as it goes.
-    observation: one module call of a broken run, and the values it gave.
 
 Invariants
     The call in flight is a context variable: each thread and each task has its own.
@@ -17,181 +16,20 @@ from __future__ import annotations
 
 import collections
 import contextvars
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, final
 
-import torch
-
-from fxcapture import _torch
 from fxcapture.plan.match import Match
-from fxcapture.plan.plan import Leaf, Plan
+from fxcapture.plan.plan import Plan
 from fxcapture.plan.records import Records
-from fxcapture.plan.sites import Site, SiteTable, pair_hooked
+from fxcapture.plan.sites import SiteTable, pair_hooked
+from fxcapture.runtime.observation import Observation
+from fxcapture.runtime.window import Window
 from fxcapture.spec.capture_spec import CaptureSpec
-from fxcapture.trace.mark import BEGIN, RESULT, Mark, receiver
+from fxcapture.trace.mark import BEGIN, Mark, receiver
 from fxcapture.trace.real_scope import Holder, hold_by
 
-__all__ = ["Call", "Observation", "call_in_flight", "eager_call_in_flight"]
-
-
-@final
-@dataclasses.dataclass(slots=True)
-class Observation:
-    """One module call of a broken run.
-
-    Attributes:
-        site: The site; its integer leaves, and the shapes of one that ran outside of
-            graphs, stand here.
-        tensors: What it gave; emptied when no record can select it any more.
-        sizes: Integer leaves, by the kind of their mark.
-        types: Shapes and dtypes of the result's tensors; ``None``: as the site says.
-        claims: Number of records that may still select it.
-        own: The module's own tensors that may stand for the copies, each with the
-            version it had.
-    """
-
-    site: Site
-    tensors: Mapping[Leaf, torch.Tensor]
-    sizes: Mapping[str, Sequence[int]]
-    types: Sequence[tuple[torch.Size, torch.dtype]] | None = None
-    claims: int = 0
-    own: dict[Leaf, tuple[torch.Tensor, int]] = dataclasses.field(default_factory=dict)
-
-    def value(self, leaf: Leaf) -> torch.Tensor:
-        """A tensor of it: the module's own, if nothing has written to it.
-
-        Gradients with respect to a record can then be taken, as with a forward hook.
-        """
-        if leaf in self.own:
-            tensor, version = self.own[leaf]
-            if _torch.version_of(tensor) == version:
-                return tensor
-        return self.tensors[leaf]
-
-    def size(self, kind: str, index: int) -> int:
-        """An integer leaf."""
-        return self.sizes[kind][index]
-
-    def release(self) -> None:
-        """Give up one claim, and the values with the last."""
-        self.claims -= 1
-        if self.claims <= 0:
-            self.drop()
-
-    def drop(self) -> None:
-        """Give up the values."""
-        self.tensors, self.own = {}, {}
-
-    def described(self) -> Site:
-        """The site with this call's sizes and shapes."""
-        if self.types is None:
-            return self.site
-        return dataclasses.replace(
-            self.site,
-            sizes=tuple(self.sizes.get(RESULT, ())),
-            shapes=tuple(tuple(shape) for shape, _ in self.types),
-            dtypes=tuple(str(d).removeprefix("torch.") for _, d in self.types),
-        )
-
-
-@final
-class _Window:
-    """Which hits of one record may still be selected.
-
-    Args:
-        select: Positions, in frozen form.
-        initial: Position 0 is the first hit's input.
-        inputs: Every position is a hit's input.
-        begins: Paths of the modules whose input can be position 0; ``None``: any.
-        count: How many hits there were before.
-    """
-
-    __slots__ = (
-        "_all", "_begins", "_count", "_first", "_initial", "_inputs", "_select",
-        "_tail", "_tail_length",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        select: Any,
-        initial: bool,
-        inputs: bool,
-        begins: frozenset[str] | None = None,
-        count: int = 0,
-    ) -> None:
-        self._select = select
-        self._begins = begins
-        self._inputs = inputs
-        self._initial = initial
-        self._count = count
-        self._all = select is None
-        self._tail_length = 0
-        if isinstance(select, tuple):
-            self._tail_length = max((-i for i in select if i < 0), default=0)
-        elif select is not None:
-            bounds = (select.start, select.stop, select.step)
-            self._all = any(b is not None and b < 0 for b in bounds)
-        # From the end, position 0 is as good as any until the call is over.
-        negative = self._all or self._tail_length > 0
-        self._first = initial and (negative or self._is_selected(0))
-        self._tail: collections.deque[Observation] = collections.deque()
-
-    @property
-    def count(self) -> int:
-        """How many hits there were."""
-        return self._count
-
-    @property
-    def wants_entry(self) -> bool:
-        """Whether what a call that begins now receives may be selected.
-
-        Positions are counted when calls return, so that others may come before it.
-        """
-        return self._inputs or (self._first and self._count == 0)
-
-    def may_select(self, hits: int) -> bool:
-        """Whether one of so many next hits may be selected."""
-        return self._tail_length > 0 or any(self._stays(i) for i in range(hits))
-
-    def _stays(self, ahead: int = 0) -> bool:
-        """Whether the next hit is selected whatever comes after it.
-
-        Args:
-            ahead: Ask of the one so many hits later.
-        """
-        hit = self._count + ahead
-        if self._all or (self._first and hit == 0):
-            return True
-        return self._is_selected(hit + self._initial)
-
-    def _is_selected(self, position: int) -> bool:
-        """Whether a position is selected by one that counts from the start."""
-        if isinstance(self._select, tuple):
-            return position in self._select
-        # A slice without negative bounds: positions up to this one decide.
-        return position in self._select.indices(position + 1)
-
-    def push(self, observation: Observation) -> None:
-        """Take the next hit."""
-        path = observation.site.path
-        if not self._count and self._begins is not None and path not in self._begins:
-            self._initial = self._first = False
-        # A hit that stays takes a place in the tail as well, as nothing to release.
-        waits = _NOTHING
-        if self._stays():
-            observation.claims += 1
-        elif self._tail_length:
-            observation.claims += 1
-            waits = observation
-        if self._tail_length:
-            self._tail.append(waits)
-            if len(self._tail) > self._tail_length:
-                self._tail.popleft().release()
-        self._count += 1
-
-
-_NOTHING = Observation(Site(path="", structure="N"), {}, {})
+__all__ = ["Call", "call_in_flight", "eager_call_in_flight", "put_in_flight"]
 
 
 @final
@@ -250,18 +88,18 @@ class Call:
         self.holder: Holder | None = None
         self._spec = spec
         self._pending: list[Mark] = []
-        self._made: dict[str, _Window] | None = None
+        self._made: dict[str, Window] | None = None
         self._before: Mapping[str, int] = {}
         self._repeated: Call | None = None
         self._table: SiteTable | None = None
 
     @property
-    def _windows(self) -> dict[str, _Window]:
+    def _windows(self) -> dict[str, Window]:
         # Made when the first observation comes: a whole run has none.
         if self._made is None:
             chosen = dict(self.selection)
             self._made = {
-                name: _Window(
+                name: Window(
                     chosen.get(name, tap.select),
                     tap.initial,
                     tap.point == "input",

@@ -25,24 +25,30 @@ import torch
 from torch import fx, nn
 
 from fxcapture import _torch, passes
-from fxcapture.errors import FxCaptureError, TraceError
+from fxcapture.errors import FxCaptureError
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.inputs import find_inputs
 from fxcapture.plan.match import Match, match, reducers_of
 from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable
-from fxcapture.reductions import bind_inputs
 from fxcapture.runtime.call import Call, call_in_flight, put_in_flight
 from fxcapture.runtime.capture import Capture
 from fxcapture.runtime.compiled_graph import CompiledGraph, kept_graph, kept_outputs
 from fxcapture.runtime.piece_run import FULL, PieceDelivery
+from fxcapture.runtime.program_backend import (
+    ProgramBackend,
+    RunInPieces,
+    check_whole,
+)
+from fxcapture.runtime.refusals import not_traceable
+from fxcapture.runtime.traced import call_function, call_model, whole_function
 from fxcapture.runtime.whole_run import WholeDelivery
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
 from fxcapture.trace.fused_layers import fused_attention
-from fxcapture.trace.mark import allow_marks, emit_mark, input_named
-from fxcapture.trace.scope import enter, leave, restore_left_behind, way_to
+from fxcapture.trace.mark import allow_marks
+from fxcapture.trace.scope import restore_left_behind, way_to
 
 __all__ = ["DynamoProgram"]
 
@@ -126,7 +132,7 @@ class DynamoProgram:
             # A piece may end inside of a call; a region that does is rare.
             watched=not self.regional,
         )
-        self._backend = _Backend(me, self._inner)
+        self._backend = ProgramBackend(me, self._inner)
         settings = {"dynamic": dynamic, **compile_kwargs}
         self._run_whole = torch.compile(
             self._whole_function(), backend=self._backend, fullgraph=True, **settings
@@ -136,7 +142,7 @@ class DynamoProgram:
         # A caller may itself be compiled; what it traced of this it would inline.
         self.run: Run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
         self._run_pieces = torch.compile(
-            _torch.own_code(_call_model, f"pieces_of_{self._name}"),
+            _torch.own_code(call_model, f"pieces_of_{self._name}"),
             backend=self._backend,
             fullgraph=fullgraph and not self.regional,
             **settings,
@@ -211,19 +217,7 @@ class DynamoProgram:
             program._bound = match(program.spec, model)
             return way_to(program.model, program._bound.targets, by_dynamo=True)
 
-        def captured(  # traced, never executed
-            inputs: Any, /, *args: Any, **kwargs: Any
-        ) -> Any:
-            saved = enter(model, steps(), emit_mark, bind_inputs(reducers, inputs))
-            for name in late:
-                given = [] if inputs[name] is None else [inputs[name]]
-                emit_mark(None, given, [], "N", "", input_named(name))
-            try:
-                output = model(*args, **kwargs)
-            finally:
-                leave(saved)
-            return output if keep_output else None
-
+        captured = whole_function(model, steps, reducers, late, keep_output)
         return _torch.own_code(captured, f"captured_{self._name}")
 
     def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
@@ -234,7 +228,7 @@ class DynamoProgram:
         number = next(self._numbers)
         try:
             if call.whole:
-                _check_whole(gm)
+                check_whole(gm)
             graph = kept_graph(gm)
             if call.whole:
                 whole = WholeDelivery(
@@ -246,7 +240,7 @@ class DynamoProgram:
             else:
                 piece = PieceDelivery(self.capture, call.bound, graph, number)
                 made = CompiledGraph(self, graph, piece, FULL, example_inputs, number)
-        except (FxCaptureError, _RunInPieces) as error:
+        except (FxCaptureError, RunInPieces) as error:
             call.error = error
             raise
         self._graphs.append(weakref.ref(made))
@@ -310,7 +304,7 @@ class DynamoProgram:
 
     def _cannot_run_whole(self, error: Exception, call: Call) -> None:
         """Decide what an error in Dynamo means: ours, the user's, or a graph break."""
-        if isinstance(call.error, _RunInPieces):
+        if isinstance(call.error, RunInPieces):
             self.break_reason = str(call.error)
             self._pieces_for_good = True
             return
@@ -323,7 +317,7 @@ class DynamoProgram:
         )
         if self.fullgraph:
             if breaks:
-                raise _not_traceable(self.model, str(error)) from error
+                raise not_traceable(self.model, str(error)) from error
             raise error
         once = isinstance(error, _torch.RecompileLimitHit) or _torch.in_transform()
         if breaks and not once:
@@ -376,7 +370,7 @@ class DynamoProgram:
             # not run into the recompile limit, which counts by code object.
             name = f"region_{kind.__name__}_of_{self._name}"
             compiled = torch.compile(
-                _torch.own_code(_call_function, name),
+                _torch.own_code(call_function, name),
                 backend=self._backend,
                 fullgraph=self.fullgraph and self.regional,
                 **self._settings,
@@ -389,61 +383,3 @@ def _alive(program: weakref.ref[DynamoProgram]) -> DynamoProgram:
     found = program()
     assert found is not None  # what asks runs in a call of the program
     return found
-
-
-@final
-class _Backend:
-    """The Dynamo backend of one program, which Dynamo keeps for ever.
-
-    Args:
-        program: The program; not kept alive.
-        inner: The backend that compiles.
-    """
-
-    def __init__(
-        self, program: weakref.ref[DynamoProgram], inner: Callable[..., Any]
-    ) -> None:
-        self._program = program
-        self._inner = inner
-
-    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        program = self._program()
-        if program is None:
-            return self._inner(passes.without_marks(gm), list(example_inputs))
-        return program.compile_graph(gm, example_inputs)
-
-
-def _check_whole(gm: fx.GraphModule) -> None:
-    if passes.reuses_bodies(gm):
-        raise _RunInPieces(
-            "a nested compile region has one body for several calls, in which only "
-            "tokens can tell the modules apart"
-        )
-    if passes.forgets_overrides(gm):
-        raise _RunInPieces(
-            "the graph has a conditional, a loop or another operator with a body, "
-            "through which Dynamo cannot trace the undoing of overrides"
-        )
-
-
-class _RunInPieces(Exception):  # noqa: N818 - a signal to ourselves
-    """A graph that no traced scope can capture: run it with real overrides."""
-
-
-def _call_model(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return model(*args, **kwargs)
-
-
-def _call_function(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    return function(*args, **kwargs)
-
-
-def _not_traceable(model: nn.Module, reason: str) -> TraceError:
-    return TraceError(
-        f"{type(model).__name__} cannot be traced as one graph",
-        why=reason.strip().replace("\n", "\n    "),
-        remedy="drop fullgraph=True (values stay right, the pieces are compiled one by "
-        "one), or remove what breaks the graph",
-    )

@@ -21,12 +21,13 @@ from fxcapture.passes.analyses.collect_marks import MarkedSites
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.match import Match
 from fxcapture.plan.plan import Leaf
-from fxcapture.plan.resolve import named_leaves_of
 from fxcapture.plan.sites import Site, SiteTable, of_module
+from fxcapture.plan.slots import named_leaves_of
 from fxcapture.reductions import Reduction
-from fxcapture.runtime.call import Call, Observation
+from fxcapture.runtime.call import Call
 from fxcapture.runtime.capture import Capture
 from fxcapture.runtime.compiled_graph import Variant, Wanted, places_of
+from fxcapture.runtime.observation import Observation
 from fxcapture.trace.mark import RESULT
 
 __all__ = ["BARE", "FULL", "PieceDelivery"]

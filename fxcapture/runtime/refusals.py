@@ -10,7 +10,7 @@ from torch import nn
 from fxcapture.errors import EagerSiteError, SpecTypeError, TraceError, nearest
 from fxcapture.runtime.call import Call
 
-__all__ = ["refuse_arguments", "refuse_eager"]
+__all__ = ["not_traceable", "refuse_arguments", "refuse_eager"]
 
 
 def refuse_arguments(
@@ -43,3 +43,13 @@ def refuse_eager(call: Call) -> None:
             why=call.break_reason or "Dynamo ran the module's caller eagerly",
             remedy='remove the graph break, or pass on_eager="allow"',
         )
+
+
+def not_traceable(model: nn.Module, reason: str) -> TraceError:
+    """Dynamo cannot trace the model as one graph, and has to."""
+    return TraceError(
+        f"{type(model).__name__} cannot be traced as one graph",
+        why=reason.strip().replace("\n", "\n    "),
+        remedy="drop fullgraph=True (values stay right, the pieces are compiled one by "
+        "one), or remove what breaks the graph",
+    )

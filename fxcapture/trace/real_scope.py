@@ -128,7 +128,7 @@ class RealScope:
         self._model = model
         self._bind = bind
         self._in_flight = in_flight
-        self._at_trace = _torch.constant(lambda: in_flight())
+        self._at_trace: Callable[[], bool] = _torch.constant(lambda: in_flight())
         self._asks = asks
         self._reducers = reducers
         self._regions = regions

@@ -14,7 +14,8 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture.errors import TraceError
-from fxcapture.exporting.program import CapturedProgram, export
+from fxcapture.exporting.export import export
+from fxcapture.exporting.program import CapturedProgram
 from tests.acceptance.cases import CASES, Case
 from tests.reference import footprint
 

@@ -24,8 +24,10 @@ from fxcapture.errors import (
     SpecTypeError,
     TargetNotFoundError,
 )
+from fxcapture.exporting.export import export
 from fxcapture.exporting.manifest import Manifest
-from fxcapture.exporting.program import export, load, load_package
+from fxcapture.exporting.package import load_package
+from fxcapture.exporting.program import load
 from tests.reference import assert_same, footprint
 
 Scores = collections.namedtuple("Scores", "best rest")

@@ -12,7 +12,9 @@ from torch import nn
 
 import fxcapture as fxc
 from fxcapture import Tap
-from fxcapture.exporting.program import export, load, load_package
+from fxcapture.exporting.export import export
+from fxcapture.exporting.package import load_package
+from fxcapture.exporting.program import load
 from fxcapture.foreign.backend import backend, recording
 from fxcapture.foreign.instrument import instrument
 from fxcapture.runtime.functional import functional

@@ -16,7 +16,8 @@ from torch import nn
 import fxcapture as fxc
 from fxcapture import Tap
 from fxcapture.errors import AmbiguousSiteError
-from fxcapture.exporting.program import export, load_package
+from fxcapture.exporting.export import export
+from fxcapture.exporting.package import load_package
 from fxcapture.foreign.instrument import instrument
 from tests.reference import assert_records, eager_records
 
