@@ -12,6 +12,7 @@ from fxcapture._torch import dynamo
 from fxcapture._torch.aot_inductor import aoti_load, aoti_package
 from fxcapture._torch.checkpoints import while_recomputing
 from fxcapture._torch.compilers import (
+    Compiled,
     late_compilation,
     resolve_backend,
     reuses_outputs,
@@ -78,6 +79,7 @@ from fxcapture._torch.transforms import (
 )
 
 __all__ = [
+    "Compiled",
     "aoti_load",
     "aoti_package",
     "call_uncompiled",

@@ -7,11 +7,44 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, final
 
 import torch
 
-__all__ = ["late_compilation", "resolve_backend", "reuses_outputs", "without_disable"]
+__all__ = [
+    "Compiled", "late_compilation", "resolve_backend", "reuses_outputs",
+    "without_disable",
+]  # fmt: skip
+
+
+@final
+class Compiled:
+    """A function that ``torch.compile`` compiles, as soon as it does.
+
+    While any thread of the process exports, ``torch.compile`` gives back what it got,
+    which would then never be compiled.
+
+    Args:
+        function: The function; called as it is until torch compiles.
+        settings: Keywords of ``torch.compile``.
+    """
+
+    def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
+        self._function = function
+        self._settings = settings
+        self._compiled = function
+        self.is_compiled()
+
+    def is_compiled(self) -> bool:
+        """Whether it is; torch is asked again if not."""
+        if self._compiled is self._function and not torch.compiler.is_exporting():
+            self._compiled = torch.compile(self._function, **self._settings)
+        return self._compiled is not self._function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        self.is_compiled()
+        return self._compiled(*args, **kwargs)
 
 
 def resolve_backend(

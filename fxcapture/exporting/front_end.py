@@ -27,7 +27,7 @@ from fxcapture.reductions import Reducers
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import allow_marks, emit_mark
 from fxcapture.trace.observe import Target
-from fxcapture.trace.scope import Saved, enter, leave, way_to
+from fxcapture.trace.scope import Saved, enter, undo, way_to
 from fxcapture.trace.signature import describe_forward
 
 __all__ = ["overridden", "trace"]
@@ -92,7 +92,7 @@ def overridden(
                 own.__signature__ = signature  # type: ignore[attr-defined]
             yield
         finally:
-            leave(saved)
+            undo(saved)
             # A model that stores a value in an attribute would keep a tensor without
             # data, since export ran it on such tensors.
             for live, kept in before:

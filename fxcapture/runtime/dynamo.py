@@ -134,14 +134,14 @@ class DynamoProgram:
         )
         self._backend = ProgramBackend(me, self._inner)
         settings = {"dynamic": dynamic, **compile_kwargs}
-        self._run_whole = torch.compile(
+        self._run_whole = _torch.Compiled(
             self._whole_function(), backend=self._backend, fullgraph=True, **settings
         )
         settings["isolate_recompiles"] = True
         self._settings = settings
         # A caller may itself be compiled; what it traced of this it would inline.
         self.run: Run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
-        self._run_pieces = torch.compile(
+        self._run_pieces = _torch.Compiled(
             _torch.own_code(call_model, f"pieces_of_{self._name}"),
             backend=self._backend,
             fullgraph=fullgraph and not self.regional,
@@ -275,6 +275,8 @@ class DynamoProgram:
         inputs: dict[str, Any],
     ) -> tuple[Any, Records, Call] | None:
         """Run as one graph; ``None`` if the model has to be run in pieces."""
+        if not self._run_whole.is_compiled():
+            return None
         call = Call(
             self.capture, selection, whole=True, spec=self.spec, bound=self._bound
         )
@@ -369,7 +371,7 @@ class DynamoProgram:
             # A code object for each class, so that a model of many kinds of blocks does
             # not run into the recompile limit, which counts by code object.
             name = f"region_{kind.__name__}_of_{self._name}"
-            compiled = torch.compile(
+            compiled = _torch.Compiled(
                 _torch.own_code(call_function, name),
                 backend=self._backend,
                 fullgraph=self.fullgraph and self.regional,

@@ -28,7 +28,7 @@ from fxcapture.plan.sites import SiteTable, group_marks, pair_hooked, site_of
 from fxcapture.reductions import Reducers, bind_inputs
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import Mark
-from fxcapture.trace.scope import Asks, Saved, Way, enter, leave, way_to
+from fxcapture.trace.scope import Asks, Saved, Way, enter, leave, undo, way_to
 from fxcapture.trace.structure_text import encode, parse
 from fxcapture.trace.templates import fill, template
 
@@ -244,7 +244,10 @@ def observe(
         enter(model, steps, keep, reducers, True, saved, asks)
         output = call()
     finally:
-        leave(saved)
+        if torch.compiler.is_dynamo_compiling():
+            leave(saved)
+        else:
+            undo(saved)
     return output, seen
 
 

@@ -127,6 +127,27 @@ def leave(saved: Saved) -> None:
         del slot["_call_impl"]
 
 
+def undo(saved: Saved) -> None:
+    """Undo ``enter`` where no trace runs, also if it or this has been interrupted."""
+    try:
+        _undo(saved)
+    except BaseException:
+        _undo(saved)
+        raise
+
+
+def _undo(saved: Saved) -> None:
+    simple, others = saved
+    for slot, key, present, value in reversed(others):
+        if present:
+            slot[key] = value
+        else:
+            slot.pop(key, None)
+    for slot in simple:
+        slot.pop("forward", None)
+        slot.pop("_call_impl", None)
+
+
 def _override(
     original: Callable[..., Any],
     target: Target,
