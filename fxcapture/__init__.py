@@ -29,6 +29,7 @@ from fxcapture.modeling.patching import (
 )
 from fxcapture.plan.records import Captured as Captured
 from fxcapture.plan.records import Records as Records
+from fxcapture.plan.records import load_records as load_records
 from fxcapture.runtime.captured_module import CapturedModule as CapturedModule
 from fxcapture.runtime.captured_module import compile as compile
 from fxcapture.runtime.functional import functional as functional
@@ -65,6 +66,7 @@ __all__ = [
     "instrument",
     "load",
     "load_package",
+    "load_records",
     "merge_with_config_defaults",
     "patch_output_recorders",
     "recording",

@@ -12,7 +12,7 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -151,9 +151,30 @@ class RecordPlan:
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Where every slot of every record comes from."""
+    """Where every slot of every record comes from.
+
+    Attributes:
+        records: The records.
+        repeated: Record name to the positions that hold a value which an earlier slot
+            holds already.
+    """
 
     records: tuple[RecordPlan, ...]
+    repeated: Mapping[str, frozenset[int]] = dataclasses.field(
+        init=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        seen: set[tuple[int, Leaf]] = set()
+        repeated: dict[str, frozenset[int]] = {}
+        for record in self.records:
+            for i, slot in enumerate(record.slots):
+                own = {(slot.site, leaf) for _, leaf in slot.leaves} if slot else set()
+                if seen & own:
+                    before = repeated.get(record.name, frozenset())
+                    repeated[record.name] = before | {i}
+                seen |= own
+        object.__setattr__(self, "repeated", repeated)
 
     def wanted(self) -> dict[int, dict[Leaf, None]]:
         """Site index to the leaves to bring out, in order, each once."""

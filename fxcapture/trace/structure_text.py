@@ -22,7 +22,7 @@ import ast
 import dataclasses
 import enum
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fxcapture import _torch
 from fxcapture.errors import UnsupportedOutputError
 from fxcapture.trace.structure import Structure
 
-__all__ = ["encode", "parse"]
+__all__ = ["encode", "map_tensors", "parse"]
 
 _MAX_DEPTH = 24
 
@@ -129,6 +129,20 @@ def parse(text: str) -> Structure:
     structure = reader.read()
     assert reader.at == len(text), text
     return structure
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """A value of the same structure, with what ``change`` makes of each tensor.
+
+    Raises:
+        UnsupportedOutputError: the value holds an object that is no container.
+    """
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    tensors: list[torch.Tensor] = []
+    sizes: list[int] = []
+    structure = parse(encode(value, tensors, sizes))
+    return structure.build(lambda i: change(tensors[i]), sizes.__getitem__)
 
 
 class _Reader:
