@@ -17,11 +17,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any, final
 
 from fxcapture.errors import CaptureError
-from fxcapture.trace.stored_structure import structure_from_json, structure_to_json
 from fxcapture.plan.records import Records
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.documents import Reader, read_document, shorten
 from fxcapture.spec.stored import Trust, trusting
+from fxcapture.trace.stored_structure import structure_from_json, structure_to_json
 from fxcapture.trace.structure import Structure
 
 __all__ = ["Manifest", "OutputInfo", "RecordLayout", "SlotLayout"]
