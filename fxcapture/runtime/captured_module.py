@@ -23,6 +23,7 @@ from fxcapture.runtime.dynamo import DynamoProgram
 from fxcapture.runtime.explain import explain
 from fxcapture.runtime.functional import collector
 from fxcapture.runtime.model_outputs import inject_declared
+from fxcapture.runtime.recording import CallRecording, Keep, taken_by
 from fxcapture.runtime.refusals import refuse_arguments, refuse_eager
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declared_spec import declared_records
@@ -217,6 +218,7 @@ class CapturedModule(nn.Module):
                 f"{next(iter(self._fxc_spec), 'name')}': {select!r}}}",
             )
         declared = self._fxc_settings["declared"]
+        taken = None if _torch.is_traced() else taken_by(self, args, kwargs)
         flags = selections(declared, kwargs)
         if select is not None or flags:
             merged = dict(selection) | flags | dict(select or {})
@@ -239,6 +241,8 @@ class CapturedModule(nn.Module):
                 raise
             if self._fxc_settings["on_eager"] == "error":
                 refuse_eager(call)
+        if taken is not None:
+            taken(output, records)
         return Captured(inject_declared(output, records, declared, flags), records)
 
     def select(self, **select: Any) -> CapturedModule:
@@ -258,6 +262,31 @@ class CapturedModule(nn.Module):
             program=self._fxc_program,
             selection=canonical_selection(self._fxc_spec, merged),
         )
+
+    def recording(self, *, keep: Keep = None) -> CallRecording:
+        """A time in which every call of the model runs the captured program.
+
+        Example::
+
+            with captured.recording() as run:
+                tokens = captured.generate(ids, max_new_tokens=20)
+            run.calls[-1].records["hidden_states"]
+
+        Whoever calls the model, a method of its own, a pipeline or a trainer, gets what
+        the model returns, and ``run.calls`` an entry.  Recordings nest, and each thread
+        has its own.  Afterwards the model is as before.  Code that was compiled around
+        the model by somebody else runs as it was compiled, and is not recorded.
+
+        Args:
+            keep: Which calls stay: ``None`` for all, ``"last"``, the last so many, or a
+                function that takes each :class:`RecordedCall` as it comes, none of
+                which then stays.
+
+        Raises:
+            SpecTypeError: ``keep`` is none of these, or the model was compiled without
+                its output.
+        """
+        return CallRecording(self, keep)
 
     @property
     def spec(self) -> CaptureSpec:

@@ -26,7 +26,7 @@ MAX_DEPTH = 64
 
 
 def read_document(
-    text: str, what: str, error: type[FxCaptureError], remedy: str
+    text: str | bytes, what: str, error: type[FxCaptureError], remedy: str
 ) -> Reader:
     """The object that a JSON document holds.
 

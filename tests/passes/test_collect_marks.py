@@ -19,18 +19,18 @@ def test_each_call_is_one_site_in_call_order() -> None:
         ("over", 0),
         ("twice", 1),
     ]
-    assert marked.marks == ((0, 0), (1, 1), (2, 2))
+    assert marked.calls == ((0, 0), (1, 1), (2, 2))
     assert marked.sites[0].shapes == ((2, 3),)
     assert marked.sites[0].dtypes == ("float32",)
     assert readable(graph) == pinned(
         """
         x = input
         mul = mul(x, 2)
-        mark = mark(None, [mul], [], [], [], ..., ..., 'twice', False)
+        emit_mark = emit_mark(None, [mul], [], ..., 'twice', 'result')
         add_ = add_(mul, 1)
-        mark_1 = mark(None, [add_], [], [], [], ..., ..., 'over', False)
+        emit_mark_1 = emit_mark(None, [add_], [], ..., 'over', 'result')
         mul_1 = mul(add_, 2)
-        mark_2 = mark(None, [mul_1], [], [], [], ..., ..., 'twice', False)
+        emit_mark_2 = emit_mark(None, [mul_1], [], ..., 'twice', 'result')
         return ((mul_1))
         """
     )
@@ -55,7 +55,7 @@ def test_it_reads_and_changes_nothing() -> None:
     assert str(graph.graph) == before
     assert [s.graph for s in again.sites] == [7, 7]
     assert again.sites[0].class_name == "Double"
-    assert again.marks == marked.marks
+    assert again.calls == marked.calls
 
 
 def site(path: str, structure: str, *, hooked: bool = False) -> Site:
@@ -103,4 +103,4 @@ def test_a_model_with_user_hooks_gives_one_site_a_call() -> None:
     _, marked, *_ = trace(model, {"t": "twice"}, X)
 
     assert [(s.path, s.call) for s in marked.sites] == [("twice", 0), ("twice", 1)]
-    assert marked.marks == ((0, 1), (2, 3))
+    assert marked.calls == ((0, 1), (2, 3))

@@ -14,7 +14,7 @@ from fxcapture import _torch, passes
 from fxcapture.passes.base import TAP, TapKey
 from fxcapture.passes.copy_asynchronously import WAITS, copy_asynchronously
 from fxcapture.plan.plan import Leaf
-from fxcapture.runtime import compiled_graph as graph_program
+from fxcapture.runtime import whole_run
 
 
 def graph_on(
@@ -109,14 +109,14 @@ def test_records_are_read_only_after_the_wait(monkeypatch) -> None:
 
         return run
 
-    records = graph_program.Records
+    records = whole_run.Records
 
     def made(*args: object) -> object:
         order.append("records")
         return records(*args)
 
     monkeypatch.setattr(torch.accelerator, "current_stream", Stream)
-    monkeypatch.setattr(graph_program, "Records", made)
+    monkeypatch.setattr(whole_run, "Records", made)
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
     captured = fxc.compile(model, {"h": "0"}, backend=backend, fullgraph=True)
     captured(torch.ones(2, 3))

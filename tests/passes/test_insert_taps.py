@@ -28,10 +28,10 @@ def test_a_value_that_is_written_to_later_is_copied_at_its_mark() -> None:
         x = input
         mul = mul(x, 2)
         clone = clone(mul)
-        mark = mark(None, [mul], [], [], [], ..., ..., 'twice', False)
+        emit_mark = emit_mark(None, [mul], [], ..., 'twice', 'result')
         add_ = add_(mul, 1)
         mul_1 = mul(add_, 2)
-        mark_1 = mark(None, [mul_1], [], [], [], ..., ..., 'twice', False)
+        emit_mark_1 = emit_mark(None, [mul_1], [], ..., 'twice', 'result')
         return ((mul_1))
         """
     )
@@ -46,10 +46,10 @@ def test_detach_and_dtype_stand_before_the_copy_or_in_its_place() -> None:
         mul = mul(x, 2)
         detach = detach(mul)
         to = to(detach)
-        mark = mark(None, [mul], [], [], [], ..., ..., 'twice', False)
+        emit_mark = emit_mark(None, [mul], [], ..., 'twice', 'result')
         add_ = add_(mul, 1)
         mul_1 = mul(add_, 2)
-        mark_1 = mark(None, [mul_1], [], [], [], ..., ..., 'twice', False)
+        emit_mark_1 = emit_mark(None, [mul_1], [], ..., 'twice', 'result')
         return ((mul_1))
         """
     )

@@ -47,10 +47,10 @@ def test_a_tap_becomes_a_result_of_the_operator() -> None:
         x = input
         mul = mul(x, 2)
         clone = clone(mul)
-        mark = mark(None, [mul], [], [], [], ..., ..., 'inside.twice', False)
+        emit_mark = emit_mark(None, [mul], [], ..., 'inside.twice', 'result')
         add_ = add_(mul, 1)
         mul_1 = mul(add_, 2)
-        mark_1 = mark(None, [mul_1], [], [], [], ..., ..., 'inside.twice', False)
+        emit_mark_1 = emit_mark(None, [mul_1], [], ..., 'inside.twice', 'result')
         return ((mul_1, clone))
         """
     )

@@ -29,7 +29,7 @@ def test_a_mark_that_is_left_is_found() -> None:
     graph, *_ = trace(Chain(), {"t": "twice"}, X)
     graph.meta[passes.OUTPUTS] = ()
 
-    with pytest.raises(GraphError, match="'mark' was left behind"):
+    with pytest.raises(GraphError, match="'emit_mark' was left behind"):
         passes.verify_graph(graph)
 
 
