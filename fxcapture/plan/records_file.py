@@ -85,7 +85,7 @@ def write_records(
     names: dict[Any, str] = {}
     records = []
     for name, entries in values.items():
-        positions = []
+        positions: list[dict[str, object] | None] = []
         known = slots.get(name, (None,) * len(entries))
         for i, (value, slot) in enumerate(zip(entries, known, strict=True)):
             if value is None and slot is None:

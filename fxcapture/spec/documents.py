@@ -26,12 +26,12 @@ MAX_DEPTH = 64
 
 
 def read_document(
-    text: str, what: str, error: type[FxCaptureError], remedy: str
+    text: str | bytes, what: str, error: type[FxCaptureError], remedy: str
 ) -> Reader:
     """The object that a JSON document holds.
 
     Args:
-        text: The document.
+        text: The document; bytes in UTF-8, UTF-16 or UTF-32.
         what: What fails where it is none, as a sentence: "the text is not a spec".
         error: The class of that error.
         remedy: What to do about it.
