@@ -5,7 +5,8 @@
 ``insert_taps``        copy each wanted value at its mark
 ``compute_weights``    compute attention weights beside fused calls (part of the former)
 ``flag_branches``      tell which branch of a conditional ran
-``inspect_regions``    what the higher-order operators mean (analyses)
+``forgets_overrides``  whether Dynamo has lost the undoing of overrides (an analysis)
+``reuses_bodies``      whether one body serves several calls (an analysis)
 ``leave_transforms``   unwrap taps that stand inside vmap, grad or jvp
 ``lift_taps``          bring taps out of higher-order operators' bodies
 ``extend_outputs``     make taps outputs of the graph

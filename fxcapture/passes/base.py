@@ -3,8 +3,8 @@
 Terms
     pass: a function ``(gm, ...) -> PassResult``.  The pipeline copies the graph once at
         entry with :func:`copy_graph_module`; a pass edits that copy only.
-    body: the graph module that a higher-order operator runs, such as the region of an
-        activation checkpoint.
+    body: the graph module that a higher-order operator runs, such as an activation
+        checkpoint's.
     tap: a node that holds a captured tensor; ``node.meta[TAP]`` says which.
 
 Invariants
@@ -33,6 +33,7 @@ __all__ = [
     "bodies",
     "copy_graph_module",
     "is_mark",
+    "operator_name",
     "walk",
 ]
 

@@ -29,7 +29,7 @@ __all__ = ["COPIES", "COPY", "insert_taps"]
 
 #: Metadata key of a tap's node: whether the value was copied, and why.
 COPY = "fxcapture_copy"
-#: Metadata key of the graph module: the same text for each :class:`TapKey`.
+#: Metadata key of the graph module: that text, for each :class:`TapKey`.
 COPIES = "fxcapture_copies"
 
 

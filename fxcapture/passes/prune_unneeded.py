@@ -81,6 +81,6 @@ def _has_effect(gm: fx.GraphModule, node: fx.Node) -> bool:
     if schemas:
         return any(schema.is_mutable or not schema.returns for schema in schemas)
     if name.startswith("_") and not name.startswith("__"):
-        # _enter_autocast, _set_grad_enabled and their kind open and close regions.
+        # _enter_autocast, _set_grad_enabled and their kind hold for what follows.
         return getattr(node.target, "__module__", "") != "_operator"
     return bool(written_args(gm, node))

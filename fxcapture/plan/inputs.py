@@ -20,6 +20,7 @@ from fxcapture.trace.mark import emit_mark, input_named
 from fxcapture.trace.signature import describe_forward
 
 __all__ = [
+    "Place",
     "defer_reductions",
     "find_inputs",
     "find_places",
@@ -66,7 +67,11 @@ def find_inputs(
 def input_finder(
     spec: CaptureSpec, model: nn.Module
 ) -> Callable[..., dict[str, torch.Tensor]]:
-    """``find_inputs`` for calls that are traced, without a look at the values."""
+    """A function that finds the inputs of a call that is traced.
+
+    It takes ``(args, kwargs, capture_inputs)`` and raises what :func:`find_inputs`
+    does, but does not look at the values.  It has to be made outside of the trace.
+    """
 
     @_torch.constant
     def look_up(number: int, keywords: Names, given: Names) -> Any:

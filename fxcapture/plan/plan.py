@@ -20,7 +20,15 @@ import torch
 from fxcapture.trace.mark import ENTRY, RESULT
 from fxcapture.trace.structure import Structure
 
-__all__ = ["Leaf", "Plan", "RecordPlan", "Slot", "treat", "treatment"]
+__all__ = [
+    "Leaf",
+    "Plan",
+    "RecordPlan",
+    "Slot",
+    "precedes_hooks",
+    "treat",
+    "treatment",
+]
 
 
 def treatment(

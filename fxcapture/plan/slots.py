@@ -216,17 +216,22 @@ def _weights(site: Site, name: str) -> Structure:
 
 
 def leaves_of(spec: CaptureSpec, bound: Match, site: Site) -> tuple[Leaf, ...]:
-    """Every leaf that any record may want of one mark's site, selection left aside."""
+    """Every leaf that any record may want of a site, selection left aside."""
     return tuple(dict.fromkeys(leaf for _, leaf in named_leaves_of(spec, bound, site)))
 
 
 def named_leaves_of(
     spec: CaptureSpec, bound: Match, site: Site
 ) -> Iterator[tuple[str, Leaf]]:
-    """The same with the record that wants each.
+    """Every leaf that any record may want of a site, with the name of that record.
 
     Needed where one graph is not the whole run, so that positions are not known yet.
-    The two marks of a hooked call are two sites here.
+    The two parts of a call with forward hooks are two sites here.
+
+    Args:
+        spec: The spec.
+        bound: The same spec bound to the model's modules.
+        site: The site.
     """
     for name in dict.fromkeys(bound.records_of(site.path)):
         tap = spec[name]

@@ -111,7 +111,10 @@ class Call:
         return self._made
 
     def anew(self) -> Call:
-        """An empty call that is equal, and is where this one is; for a repetition."""
+        """An empty call with the same selection and as many hits so far as this one.
+
+        Stands in for it while a checkpoint computes a part of it again.
+        """
         made = Call(
             self.owner,
             self.selection,
@@ -128,7 +131,7 @@ class Call:
 
     @property
     def repeated(self) -> Call:
-        """An empty equal call, always the same: it stands for this one."""
+        """An empty equal call, always the same: known to checkpoints in its place."""
         if self._repeated is None:
             self._repeated = self.anew()
         return self._repeated

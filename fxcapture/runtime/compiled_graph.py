@@ -42,6 +42,7 @@ __all__ = [
     "Engine",
     "Variant",
     "Wanted",
+    "kept_graph",
     "kept_outputs",
     "places_of",
 ]

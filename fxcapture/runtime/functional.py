@@ -44,7 +44,7 @@ __all__ = [
     "shapes_of",
 ]
 
-#: ``fn(params, buffers, *args, **kwargs) -> Captured``
+#: ``fn(params, buffers, *args, **kwargs) -> Captured``.
 Function = Callable[..., Captured]
 #: What is constant of an observation: path, kind, structure, number of sizes.
 Shape = tuple[str, str, str, int]
@@ -123,7 +123,7 @@ def _flatten(records: Records) -> tuple[list[torch.Tensor], Any]:
 
 @final
 class _Blank:
-    """Records whose places hold something else than tensors.
+    """Records with something else than tensors in them.
 
     Transforms put numbers there to compare structures, and expect to find them again.
     """

@@ -98,7 +98,7 @@ class Window:
         path = observation.site.path
         if not self._count and self._begins is not None and path not in self._begins:
             self._initial = self._first = False
-        # A hit that stays takes a place in the tail as well, as nothing to release.
+        # A hit that stays counts in the tail as well, where nothing is to release.
         waits = _NOTHING
         if self._stays():
             observation.claims += 1

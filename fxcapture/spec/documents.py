@@ -31,7 +31,7 @@ def read_document(
     """The object that a JSON document holds.
 
     Args:
-        text: The document.
+        text: The document; bytes in UTF-8, UTF-16 or UTF-32.
         what: What fails where it is none, as a sentence: "the text is not a spec".
         error: The class of that error.
         remedy: What to do about it.

@@ -52,8 +52,8 @@ class Tap:
         initial: The first hit's first input stands before the outputs, as position 0.
         detach: Cut the record from autograd.
         reduce: ``"last"`` (``h[:, -1]``), ``"mean"`` (mean over dimension 1), one of
-            :mod:`fxcapture.reductions`, or a traceable callable tensor -> tensor,
-            applied to each tensor of the value.
+            :mod:`fxcapture.reductions`, each applied to every tensor of the value; or
+            a traceable callable, which gets the value as it is, a container too.
         dtype: Cast floating-point tensors to it.
         device: Move tensors to it.
         optional: A target without a match, a position that does not exist and a module

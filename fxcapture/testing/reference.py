@@ -29,6 +29,7 @@ from fxcapture.reductions import Reduction
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.positions import Slice
 from fxcapture.spec.tap import Tap
+from fxcapture.trace.observe import find
 from fxcapture.trace.signature import describe_forward
 
 __all__ = ["copied", "eager_reference", "map_tensors", "snapshot"]
@@ -62,7 +63,7 @@ def eager_reference(
     args = tuple(copied(tuple(args)))
     kwargs = copied(given)
     inputs = find_inputs(spec, model, args, kwargs, extra)
-    with _unchanged(model), _watching(model, bound, spec, seen):
+    with _unchanged(model), _watching(model, bound, seen):
         output = model(*args, **kwargs)
     values: dict[str, tuple[Any, ...]] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -248,17 +249,13 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watching(
-    model: nn.Module, bound: Match, spec: CaptureSpec, seen: list[_Seen]
-) -> Iterator[None]:
+def _watching(model: nn.Module, bound: Match, seen: list[_Seen]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         done: set[str] = set()
         for target in bound.targets:
             if target.path not in done:
                 done.add(target.path)
-                module = model
-                for name in target.real_path:
-                    module = module._modules[name]  # type: ignore[assignment]
+                module = find(model, target)
                 wanted = bound.entries[target.path]
                 watched = bool(bound.attention.get(target.path))
                 _watch(stack, module, target.path, wanted, seen, watched)

@@ -1,10 +1,13 @@
 """Attention weights beside a fused kernel.
 
 A fused kernel (``torch.nn.functional.scaled_dot_product_attention`` or
-``torch.nn.attention.flex_attention``) returns no weights.  While a target runs, calls
-of it are watched; the weights are computed once more from the same query, key, mask,
-scale, causality and grouping, for the wanted heads and query positions only.  The model
-keeps its kernel.
+``torch.nn.attention.flex_attention``) returns no weights.  They are computed once more
+from the same query, key, mask, scale, causality and grouping, for the wanted heads and
+query positions only.  The model keeps its kernel.
+
+Where a pass of this package sees the graph, it reads the arguments from the call's node
+(:mod:`fxcapture.passes.compute_weights`).  Elsewhere the target runs under
+:class:`WatchFused`, which sees its calls.
 
 Terms
     fused call: one call of ``scaled_dot_product_attention`` or ``flex_attention``.
@@ -72,7 +75,7 @@ def fused_call(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> FusedCall:
-    """``scaled_dot_product_attention``'s signature, by name and by place."""
+    """What decides the weights, of the arguments that the function takes."""
     return FusedCall(query, key, attn_mask, is_causal, scale, enable_gqa)
 
 
@@ -109,7 +112,10 @@ def flex_call(
     score_mod_other_buffers: tuple[Any, ...] = (),
     mask_mod_other_buffers: tuple[Any, ...] = (),
 ) -> FlexCall:
-    """The operator's signature; a block mask's last part is its function."""
+    """What decides the weights, of the arguments that the operator takes.
+
+    The last part of a block mask is its function.
+    """
     return FlexCall(
         query,
         key,
@@ -160,7 +166,7 @@ def attention_weights(
     Args:
         call: The call.
         wanted: Which heads and queries.
-        saving: Use the operator that needs no memory beside its result;  ``None``:
+        saving: Use the operator that needs no memory beside its result; ``None``:
             where the trace that this runs in allows it.
 
     Returns:

@@ -7,7 +7,7 @@ class's ``forward``.
 
 Terms
     holder: a call in flight, for which the overrides stand.
-    seat: the module that its caller calls: the outermost wrapper, or the module itself.
+    called module: what the caller of a target calls: its outermost wrapper, or itself.
     direct call: ``child.forward(...)``, which does not go through what is overridden
         here; ``forward`` is overridden for it, unless the model is known to be traced.
 
@@ -44,9 +44,9 @@ _lock = threading.RLock()
 
 
 def make_way_for_trace(model: nn.Module) -> None:
-    """Called by a thread that begins to trace ``model``.
+    """Take away what a trace of ``model`` by this thread would see.
 
-    What would show in the trace is taken away; calls under way do without.
+    Eager calls that are under way in other threads do without: they miss direct calls.
     """
     with _lock:
         modules = list(model.modules())
@@ -131,18 +131,18 @@ class EagerScope:
 
     def _overrides(self, model: nn.Module) -> Iterator[Override]:
         enclosing: dict[int, nn.Module] = {}
-        seats: list[tuple[Target, nn.Module]] = []
+        called: list[tuple[Target, nn.Module]] = []
         for target in self.bound.targets:
             way = _way(model, target.real_path)
-            seat = len(way) - 1
-            while target.real_path[seat - 1 : seat] == ("_orig_mod",):
-                seat -= 1
-            seats.append((target, way[seat]))
-            enclosing.update({id(m): m for m in way[:seat] if _is_compiled(m)})
+            depth = len(way) - 1
+            while target.real_path[depth - 1 : depth] == ("_orig_mod",):
+                depth -= 1
+            called.append((target, way[depth]))
+            enclosing.update({id(m): m for m in way[:depth] if _is_compiled(m)})
         enclosing.pop(id(model), None)
         for block in enclosing.values():
             yield self._uncompiled(block)
-        for target, module in seats:
+        for target, module in called:
             in_place = _torch.is_compiled_in_place(module)
             if in_place and id(module) not in enclosing:
                 yield self._calling(target, module, "_compiled_call_impl")

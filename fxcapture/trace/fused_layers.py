@@ -19,8 +19,8 @@ class fused_attention:
 
     The fused kernel calls none of the layer's submodules, so a capture inside one has
     to do without, as it would with eager hooks.  The flag is one for the process, and
-    Dynamo guards on it: it is off for the whole of each call that needs it off.  Calls
-    that an interrupt has ended are told as a scope tells them.
+    Dynamo guards on it: it is off for the whole of each call that needs it off.  A call
+    that an interrupt has ended does not count: see :class:`Holder`.
 
     Args:
         allowed: Whether it may.

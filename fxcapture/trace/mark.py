@@ -9,8 +9,8 @@ Each kind of value has a mark of its own:
 ===================  ===================================================================
 ``begin``            holds nothing: the call begins here (only where its span is asked)
 ``entry``            what the module received, copied when it was entered
-``original``         the same, not copied, with the versions that the tensors had then
-                     (only outside of graphs, where autograd records)
+``original``         what the module received, not copied, with the versions that the
+                     tensors had then (only outside of graphs, where autograd records)
 ``reduced NAME``     the result, as the reduction of the record NAME made it
 ``received NAME``    what the module received, reduced for NAME
 ``weights NAME``     attention weights for NAME, computed while the call ran
@@ -27,8 +27,8 @@ Invariants
     The marks of one call stand together, ``result`` or ``hooked`` last; ``begin`` alone
     stands where the call began.  Each call gives one ``result``, also a call that
     returned no tensor.
-    A mark that is executed, and not only traced, reaches the call in flight: Dynamo
-    traces a frame, and may then run it as it is.
+    A mark that is executed, and not only traced, reaches the call in flight: Dynamo may
+    trace a frame, give up, and run it as it is.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ __all__ = ["ModuleTree"]
 class ModuleTree:
     """A module tree as it was; no module is kept alive.
 
-    Asked at each call, of every module: the loops are C's.
+    Asked at each call, of every module: its loops run in C.
 
     Args:
         model: The root.

@@ -32,8 +32,8 @@ import operator
 import sys
 import threading
 import types
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, final
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -45,7 +45,7 @@ from fxcapture.spec.selector import Selector
 from fxcapture.trace.observe import Target, find, observed
 from fxcapture.trace.override import Override
 
-__all__ = ["Holder", "RealScope", "hold_by"]
+__all__ = ["Holder", "RealScope", "RunRegion", "hold_by"]
 
 _numbers = itertools.count()
 
@@ -53,21 +53,14 @@ _numbers = itertools.count()
 RunRegion = Callable[..., Any]
 
 
-class Binding(Protocol):
-    """A spec bound to a model's modules, as far as a scope needs it."""
-
-    @property
-    def targets(self) -> Sequence[Target]:
-        """How each matched module is tapped."""
-        ...
-
-    def likeness(self, path: str) -> Hashable:
-        """Equal for modules whose calls give the same kinds of values."""
-        ...
-
-
 class Holder(NamedTuple):
-    """A call in flight, by the thread and the frame that hold the scope."""
+    """A call in flight, by the thread and the frame that hold the scope.
+
+    Attributes:
+        thread: The thread.
+        frame: The Python frame; when it does not run any more, the call has ended,
+            whatever ended it.
+    """
 
     thread: threading.Thread
     frame: types.FrameType
@@ -94,7 +87,7 @@ class RealScope:
 
     Args:
         model: The model.
-        bind: Binds the spec to the model as it is now.
+        bind: Binds the spec to the model as it is now (a ``plan.match.Match``).
         in_flight: Whether the call in flight of this thread is one that the scope
             serves; asked by overrides, and at trace time.
         asks: Asked outside of graphs, by a module's token, whether what the module
@@ -135,7 +128,6 @@ class RealScope:
         self._run_region = run_region
         self._watched = watched
         self._name = f"_fxcapture_{next(_numbers)}"
-        self._label = f"forward_in_{type(model).__name__}"
         self._holders: list[Holder] = []
         self._installed: list[Override] = []
         self._tree: _Tree | None = None
@@ -336,7 +328,7 @@ def _is_below(path: str, parent: str) -> bool:
 class _Tree:
     """What tells, cheaply, whether a module tree is still the same.
 
-    Asked at each call, of every module: the loops are C's.
+    Asked at each call, of every module: its loops run in C.
     """
 
     def __init__(self, model: nn.Module) -> None:

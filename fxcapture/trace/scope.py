@@ -26,8 +26,17 @@ from fxcapture.reductions import Reducers
 from fxcapture.trace.mark import Emit
 from fxcapture.trace.observe import Target, emit_result, find, observed
 
-__all__ = ["Saved", "Way", "enter", "leave", "restore_left_behind", "way_to"]
+__all__ = [
+    "Asks",
+    "Saved",
+    "Way",
+    "enter",
+    "leave",
+    "restore_left_behind",
+    "way_to",
+]
 
+#: By a target's path: whether to copy what it receives, and to compute its weights.
 Asks = Callable[[str], tuple[bool, bool]]
 
 
@@ -109,7 +118,7 @@ def enter(
 
 
 def leave(saved: Saved) -> None:
-    """Undo ``enter``; in reverse, since one module may stand in the list twice.
+    """Undo ``enter``, in reverse, since one module may have been changed twice.
 
     Dynamo loses the undoing where it has traced the body of a conditional or a loop in
     between: it goes back to what it knew before the body, and the dictionary that is
@@ -233,7 +242,7 @@ def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str
     found = []
     for target in targets:
         module = find(model, target)
-        # The simplest override stands in two places; the other goes with its fellow.
+        # The simplest override stands under two keys, which go together.
         other = module.__dict__.get("_call_impl")
         if target.key == "forward" and _is_ours(other) and target.is_plain:
             del module.__dict__["_call_impl"]

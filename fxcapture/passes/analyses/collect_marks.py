@@ -29,6 +29,7 @@ __all__ = [
     "MarkedSites",
     "collect_marks",
     "graph_calls",
+    "graph_inputs",
     "mark_of",
     "mark_sites",
     "type_of_node",

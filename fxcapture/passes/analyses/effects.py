@@ -20,7 +20,7 @@ from torch import fx
 from fxcapture import _torch
 from fxcapture.passes.base import bodies, is_mark
 
-__all__ = ["allocates", "node_name", "written_args"]
+__all__ = ["allocates", "asks_inplace", "is_opaque", "node_name", "written_args"]
 
 # Functions and methods whose result is always a tensor of its own, never (part of) an
 # argument.  Not here: what returns its argument under some condition (``dropout``,
