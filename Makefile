@@ -7,17 +7,17 @@ TORCH ?= torch==2.13.0
 WORKERS ?= 2
 BIN := $(VENV)/bin
 
-.PHONY: demo test coverage check nightly test-transformers bench docs setup clean
+.PHONY: demo test coverage check nightly soak test-transformers bench docs setup clean
 
 demo: setup
 	$(BIN)/python -m fxcapture.cli.demo
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not nightly" -n $(WORKERS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not nightly and not soak" -n $(WORKERS) --dist worksteal
 
 # The tests, and an error below 95 % of branches; see [tool.coverage] in pyproject.toml.
 coverage: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not nightly" -n $(WORKERS) \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not nightly and not soak" -n $(WORKERS) \
 		--dist worksteal --cov --cov-branch --cov-fail-under=95
 
 check: setup
@@ -26,6 +26,12 @@ check: setup
 # Long Hypothesis runs; TORCH=torch==2.14.1 VENV=.venv-2.14 for the other torch.
 nightly: setup
 	$(BIN)/python -m pytest -q -m nightly
+
+# Threads, interrupts and dropped models for 20 minutes on two cores; the lengths are
+# FXCAPTURE_SOAK_SECONDS, _INTERRUPTS, _COLD and _MODELS. Writes a results file.
+soak: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m soak tests/soak -n $(WORKERS) \
+		--dist worksteal --soak-results benchmarks/results
 
 # transformers' own capture tests, with its implementation and with this one.
 test-transformers: setup

@@ -311,6 +311,7 @@ class Report:
         self.name = name
         self.title = title
         self.about = about
+        self.command = f"python -m benchmarks.bench_{name}"
         self.tables: list[tuple[str, list[dict[str, Any]]]] = []
         self.figures: dict[str, Any] = {}
         self.notes: list[str] = []
@@ -349,7 +350,7 @@ class Report:
             "name": self.name,
             "title": self.title,
             "about": self.about,
-            "command": "python -m benchmarks." + f"bench_{self.name}",
+            "command": self.command,
             "environment": self.environment,
             "figures": self.figures,
             "tables": [{"heading": h, "rows": r} for h, r in self.tables],
