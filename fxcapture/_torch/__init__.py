@@ -51,6 +51,7 @@ from fxcapture._torch.modules import (
     is_initialised,
     out_of_sight,
     override_states,
+    share_tables,
     unwrap_optimized,
 )
 from fxcapture._torch.operators import flop_formula, is_higher_order, schemas_of
@@ -127,6 +128,7 @@ __all__ = [
     "resolve_backend",
     "reuses_outputs",
     "schemas_of",
+    "share_tables",
     "skip_untraced",
     "storage_id",
     "surely_equal",

@@ -20,6 +20,7 @@ __all__ = [
     "is_initialised",
     "out_of_sight",
     "override_states",
+    "share_tables",
     "unwrap_optimized",
 ]
 
@@ -58,6 +59,21 @@ def override_states(modules: Sequence[nn.Module]) -> list[tuple[bool, bool]]:
     return [
         (hooked or bool(m._forward_hooks), is_compiled_in_place(m)) for m in modules
     ]
+
+
+def share_tables(module: nn.Module, model: nn.Module) -> None:
+    """Give a module the very parameters, buffers and submodules of another.
+
+    The dictionaries themselves: names have no prefix, and who swaps a parameter in one
+    (``torch.func.functional_call``) swaps the other's.
+    """
+    for name in (
+        "_parameters",
+        "_buffers",
+        "_non_persistent_buffers_set",
+        "_modules",
+    ):
+        module.__dict__[name] = model.__dict__[name]
 
 
 def unwrap_optimized(model: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from fxcapture.plan.match import match
 from fxcapture.plan.resolve import resolve
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.fused_layers import fused_attention
+from fxcapture.trace.method_entry import as_module
 
 __all__ = ["export", "make_manifest"]
 
@@ -30,7 +31,7 @@ _log = logging.getLogger("fxcapture")
 
 
 def export(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     args: Sequence[Any] | torch.Tensor,
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -74,6 +75,7 @@ def export(
         TraceError: the model cannot be exported.
         UnreachableValueError: a value cannot leave the sub-graph it is computed in.
     """
+    model = as_module(model)
     if not isinstance(model, nn.Module):
         raise SpecTypeError(
             f"model is of type {type(model).__name__}",

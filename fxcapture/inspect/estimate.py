@@ -24,7 +24,7 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -49,6 +49,7 @@ from fxcapture.plan.printing import preformatted
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable, format_table
 from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.trace.method_entry import as_module
 
 __all__ = ["Estimate", "PositionCost", "RecordCost", "Timeline", "estimate"]
 
@@ -179,7 +180,7 @@ def format_bytes(count: int) -> str:
 
 
 def estimate(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     spec: CaptureSpec | Mapping[str, Any],
     args: Sequence[Any] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -213,6 +214,7 @@ def estimate(
         TraceError: the model reads values of tensors, which fake ones do not have.
         CaptureError: the model cannot be copied, or a value cannot be captured.
     """
+    model = as_module(model)
     if not isinstance(model, nn.Module):
         raise SpecTypeError(
             f"model is of type {type(model).__name__}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final, overload
 
 import torch
@@ -37,6 +37,7 @@ from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.tap import Tap
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import Mark
+from fxcapture.trace.method_entry import as_module
 from fxcapture.trace.scope import Saved, enter, leave, way_to
 
 __all__ = ["Point", "Survey", "sites"]
@@ -136,7 +137,7 @@ def _num_bytes(site: Site) -> int:
 
 
 def sites(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     args: Sequence[Any] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
@@ -165,6 +166,7 @@ def sites(
         SpecTypeError: ``model`` is no module, or ``args`` no arguments.
         TraceError: the model reads the value of a tensor.
     """
+    model = as_module(model)
     if not isinstance(model, nn.Module):
         raise SpecTypeError(
             f"model is of type {type(model).__name__}",

@@ -5,7 +5,6 @@ The one module that knows every stage.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, final
 
@@ -25,16 +24,18 @@ from fxcapture.runtime.functional import collector
 from fxcapture.runtime.model_outputs import inject_declared
 from fxcapture.runtime.recording import CallRecording, Keep, taken_by
 from fxcapture.runtime.refusals import refuse_arguments, refuse_eager
+from fxcapture.runtime.watched_methods import delegate, watched
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declared_spec import declared_records
 from fxcapture.spec.flags import selections
 from fxcapture.spec.selector import Selector
+from fxcapture.trace.method_entry import as_module
 
 __all__ = ["CapturedModule", "compile"]
 
 
 def compile(
-    model: nn.Module,
+    model: nn.Module | Callable[..., Any],
     spec: CaptureSpec | Mapping[str, Any] | None = None,
     *,
     keep_output: bool = True,
@@ -57,7 +58,8 @@ def compile(
         output, records = captured(input_ids)
 
     Args:
-        model: The model.  It is not changed, now or by a call.
+        model: The model, or a method of it (``model.encode_image``): the call of that
+            then is what is compiled, and the root of the paths.  It is not changed.
         spec: What to capture; a mapping is made into a :class:`CaptureSpec`.  ``None``:
             what the model declares with ``_can_record_outputs``; the records then stand
             in the returned output object as well, where it has such fields, and the
@@ -90,6 +92,7 @@ def compile(
         TargetNotFoundError: a target matches no module of the model.
         AmbiguousTargetError: a class name names several classes.
     """
+    model = as_module(model)
     if not isinstance(model, nn.Module):
         raise SpecTypeError(
             f"model is of type {type(model).__name__}",
@@ -136,6 +139,7 @@ class CapturedModule(nn.Module):
     _fxc_selection: tuple[tuple[str, Any], ...]
     _fxc_program: DynamoProgram
     _fxc_collect: Callable[..., tuple[Any, Records]]
+    _fxc_told: set[str]
     _fxc_inputs: Callable[..., dict[str, Any]]
 
     def __init__(
@@ -150,15 +154,7 @@ class CapturedModule(nn.Module):
         super().__init__()
         model = _torch.unwrap_optimized(model)
         own = self.__dict__
-        # The very dictionaries of the model: names have no prefix, and who swaps a
-        # parameter here (torch.func.functional_call) swaps the model's.
-        for name in (
-            "_parameters",
-            "_buffers",
-            "_non_persistent_buffers_set",
-            "_modules",
-        ):
-            own[name] = model.__dict__[name]
+        _torch.share_tables(self, model)
         del own["training"]  # found on the model, through __getattr__
         if program is None:
             kwargs = dict(settings)
@@ -183,6 +179,7 @@ class CapturedModule(nn.Module):
         own["_fxc_selection"] = selection
         own["_fxc_program"] = program
         own["_fxc_collect"] = collector(model, spec)
+        own["_fxc_told"] = set()
         own["_fxc_inputs"] = input_finder(spec, model)
 
     def forward(
@@ -335,7 +332,8 @@ class CapturedModule(nn.Module):
         model = self.__dict__.get("_fxc_model")
         if model is None:
             raise AttributeError(name)
-        return getattr(model, name)
+        found = getattr(model, name)
+        return found if _torch.is_traced() else watched(self, name, found)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._fxc_model, name, value)
@@ -379,21 +377,10 @@ def _rebuild(
     return CapturedModule(model, spec, settings, selection=selection)
 
 
-def _delegate(name: str) -> Callable[..., Any]:
-    """A method that is the model's own, which may have overridden nn.Module's."""
-
-    @functools.wraps(getattr(nn.Module, name))
-    def method(self: CapturedModule, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self._fxc_model, name)(*args, **kwargs)
-        return self if result is self._fxc_model else result
-
-    return method
-
-
 for _name in dir(nn.Module):
     # The rest of the module interface.  What the call itself goes through stays: hooks
     # of the model run when the model is called, not a second time around it.
     _own = _name.startswith("_") or _name in CapturedModule.__dict__
     if not _own and callable(getattr(nn.Module, _name)):
-        setattr(CapturedModule, _name, _delegate(_name))
-CapturedModule._apply = _delegate("_apply")  # type: ignore[method-assign]
+        setattr(CapturedModule, _name, delegate(_name))
+CapturedModule._apply = delegate("_apply")  # type: ignore[method-assign]

@@ -28,6 +28,7 @@ from fxcapture.plan.sites import SiteTable, group_marks, pair_hooked, site_of
 from fxcapture.reductions import Reducers, bind_inputs
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import Mark
+from fxcapture.trace.method_entry import as_module
 from fxcapture.trace.scope import Asks, Saved, Way, enter, leave, undo, way_to
 from fxcapture.trace.structure_text import encode, parse
 from fxcapture.trace.templates import fill, template
@@ -54,7 +55,7 @@ Selection = Sequence[tuple[str, Any]]
 
 
 def functional(
-    model: nn.Module, spec: CaptureSpec | Mapping[str, Any]
+    model: nn.Module | Callable[..., Any], spec: CaptureSpec | Mapping[str, Any]
 ) -> tuple[Function, dict[str, nn.Parameter], dict[str, torch.Tensor]]:
     """A pure function of a model that returns its output and the records.
 
@@ -89,9 +90,9 @@ def functional(
     if not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     checked: CaptureSpec = spec
-    model = _torch.unwrap_optimized(model)
-    match(checked, model)
-    collect = collector(model, checked)
+    root = _torch.unwrap_optimized(as_module(model))
+    match(checked, root)
+    collect = collector(root, checked)
 
     def fn(
         params: Mapping[str, torch.Tensor],
@@ -102,12 +103,12 @@ def functional(
         tensors = {**params, **buffers}
 
         def call() -> Any:
-            return torch.func.functional_call(model, tensors, args, kwargs)
+            return torch.func.functional_call(root, tensors, args, kwargs)
 
         output, records = collect(call)
         return Captured(output, records)
 
-    return fn, dict(model.named_parameters()), dict(model.named_buffers())
+    return fn, dict(root.named_parameters()), dict(root.named_buffers())
 
 
 def _flatten(records: Records) -> tuple[list[torch.Tensor], Any]:

@@ -34,9 +34,10 @@ from fxcapture.plan.records import Records
 from fxcapture.runtime.call import call_in_flight
 from fxcapture.runtime.call_arguments import cache_of, length_of, shapes_of
 from fxcapture.runtime.joined_steps import join_steps
+from fxcapture.trace.method_entry import MethodEntry
 from fxcapture.trace.override import Override
 
-__all__ = ["CallRecording", "Keep", "RecordedCall", "taken_by"]
+__all__ = ["CallRecording", "Keep", "RecordedCall", "recording_of", "taken_by"]
 
 Keep = Literal["last"] | int | Callable[["RecordedCall"], Any] | None
 
@@ -77,6 +78,7 @@ class CallRecording:
         self._keep = _checked(keep)
         self._captured = captured
         self._model, _, self._program = captured._fxc_parts()
+        self.place = _place_of(self._model)
         if not self._program.keep_output:
             raise SpecTypeError(
                 "a model without its output cannot be recorded",
@@ -118,10 +120,10 @@ class CallRecording:
         try:
             with _lock:
                 self._is_open = True
-                for key, method, bind in _entries(self._model):
+                for key, method, bind in _entries(*self.place):
                     below: list[Any] = []
                     override = Override(
-                        self._model, key, method(self, below), {}, bind, below
+                        self.place[0], key, method(self, below), {}, bind, below
                     )
                     self._overrides.append(override)
                     override.install()
@@ -220,12 +222,22 @@ class CallRecording:
         return self._is_open
 
 
-def recording_of(model: nn.Module) -> CallRecording | None:
-    """The innermost open recording of a model, in this thread."""
+def recording_of(model: nn.Module, name: str = "") -> CallRecording | None:
+    """The innermost open recording of a model's calls, or of a method's.
+
+    Only one of this thread.
+    """
     for found in reversed(_open.get()):
-        if found._model is model and found.is_open:
+        if found.place[0] is model and found.place[1] == name and found.is_open:
             return found
     return None
+
+
+def _place_of(entry: nn.Module) -> tuple[nn.Module, str]:
+    """The model, and the method's name; empty where the model itself is called."""
+    if isinstance(entry, MethodEntry):
+        return entry.fxc_model, entry.fxc_name
+    return entry, ""
 
 
 def taken_by(
@@ -234,7 +246,7 @@ def taken_by(
     """What takes the result of a captured model's call; ``None`` if nothing records."""
     if not _open.get():
         return None
-    found = recording_of(captured._fxc_model)
+    found = recording_of(*_place_of(captured._fxc_model))
     if found is None or found._captured is not captured:
         return None
     return found.begin(args, kwargs)
@@ -248,8 +260,12 @@ _open: contextvars.ContextVar[tuple[CallRecording, ...]] = contextvars.ContextVa
 _Method = Callable[[CallRecording, list[Any]], Callable[..., Any]]
 
 
-def _entries(model: nn.Module) -> list[tuple[str, _Method, Callable[..., Any]]]:
+def _entries(
+    model: nn.Module, name: str
+) -> list[tuple[str, _Method, Callable[..., Any]]]:
     """What to override in a model: the key, the method, and how to bind it."""
+    if name:
+        return [(name, _calling, types.MethodType)]
     in_place = _torch.is_compiled_in_place(model)
     key = "_compiled_call_impl" if in_place else "_call_impl"
     found: list[Any] = [(key, _calling, _torch.out_of_sight)]
@@ -267,7 +283,7 @@ def _calling(recording: CallRecording, below: list[Any]) -> Callable[..., Any]:
         if not recording.is_open:
             recording.remove()  # an interrupt has left it here
             return below[0](*args, **kwargs)
-        found = recording_of(self)
+        found = recording_of(*recording.place)
         if found is None or found.is_in_flight():
             return below[0](*args, **kwargs)
         return found.call(*args, **kwargs)
