@@ -33,6 +33,7 @@ __all__ = [
     "enter",
     "leave",
     "restore_left_behind",
+    "undo",
     "way_to",
 ]
 
