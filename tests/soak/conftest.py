@@ -1,7 +1,7 @@
 """``make soak``: what the tests marked ``soak`` counted goes to a results file.
 
-A test adds its counts with ``record_property(table, row)``.  With ``--soak-results`` they
-are written as ``soak.json`` and ``soak.md``, also if tests have failed, with the
+A test adds its counts with ``record_property(table, row)``.  With ``--soak-results``
+they are written as ``soak.json`` and ``soak.md``, also if tests have failed, with the
 settings of the run.
 """
 
