@@ -53,6 +53,17 @@ def test_every_target_of_make_is_phony() -> None:
     assert set(phony[1].split()) == TARGETS
 
 
+def test_long_runs_have_a_target_of_their_own_and_are_left_out_of_the_others() -> None:
+    text = (ROOT / "Makefile").read_text().replace("\\\n", "")
+    recipes = dict(re.findall(r"^([\w-]+): setup\n((?:\t.*\n)+)", text, re.MULTILINE))
+
+    for name in ("test", "coverage"):
+        assert '-m "not nightly and not soak"' in recipes[name]
+    assert "-m nightly" in recipes["nightly"]
+    assert "-m soak" in recipes["soak"]
+    assert "--soak-results benchmarks/results" in recipes["soak"]
+
+
 def test_hooks_run_tools_that_the_set_up_installs() -> None:
     [repo] = read(ROOT / ".pre-commit-config.yaml")["repos"]
     dev = (ROOT / "pyproject.toml").read_text()

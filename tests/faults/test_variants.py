@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import tracemalloc
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -108,3 +112,58 @@ def test_the_same_model_with_other_shapes_is() -> None:
     for rows in (2, 3):
         captured(torch.randn(rows, 4))
     assert symbols_of(graphs) == [False, True]
+
+
+class Fails(Chain):
+    """Breaks its graph, and raises if it is told to."""
+
+    def forward(self, x: torch.Tensor, fail: bool) -> torch.Tensor:
+        x = self.layers[0](x)
+        if told(fail):
+            raise ValueError("told to")
+        return self.layers[1](x)
+
+
+@torch.compiler.disable
+def told(fail: bool) -> bool:
+    return fail
+
+
+def test_an_error_of_the_model_costs_no_further_trace() -> None:
+    model, x = Fails(2), torch.randn(2, 4)
+    captured = fxc.compile(model, {"l": "layers.*"}, backend="eager")
+    for fail in (False, True) * 2:  # what is new to Dynamo is traced once
+        with contextlib.suppress(ValueError):
+            captured(x, fail)
+    frames = dict(torch._dynamo.utils.counters["frames"])
+    for _ in range(5):
+        with pytest.raises(ValueError, match="told to"):
+            captured(x, True)
+        assert len(captured(x, False).records["l"]) == 2
+    assert dict(torch._dynamo.utils.counters["frames"]) == frames
+
+
+@pytest.mark.parametrize("settings", [{}, {"regions": "layers.*"}])
+def test_shapes_that_are_all_new_leave_nothing(settings: dict[str, Any]) -> None:
+    model = Fails(2)
+    captured = fxc.compile(model, {"l": "layers.*"}, backend="eager", **settings)
+
+    def call(rows: int) -> None:
+        values = captured(torch.randn(rows, 4), False).records["l"]
+        assert [len(value) for value in values] == [rows, rows]
+
+    with torch.no_grad():
+        for rows in range(2, 12):
+            call(rows)
+        tracemalloc.start()
+        try:
+            call(12)
+            gc.collect()
+            before, _ = tracemalloc.get_traced_memory()
+            for rows in range(13, 113):
+                call(rows)
+            gc.collect()
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert (after - before) / 100 < 1000, "bytes kept of each call"

@@ -1,4 +1,4 @@
-"""Threads, interrupts and models dropped; short here, long in ``make soak``."""
+"""Threads, interrupts, models that are dropped; short here, long in ``make soak``."""
 
 from __future__ import annotations
 
