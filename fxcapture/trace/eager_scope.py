@@ -20,6 +20,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import types
 import weakref
@@ -53,6 +54,22 @@ def make_way_for_trace(model: nn.Module) -> None:
         _traced.update(modules)
         for scope in _scopes:
             scope.hide(set(map(id, modules)))
+
+
+@contextlib.contextmanager
+def _no_trace_of(model: nn.Module | None) -> Iterator[None]:
+    """While it is held, no other thread traces a model that is known to be traced.
+
+    A trace reads the instances' dictionaries, which must not change meanwhile.  It is
+    held only for as long as that takes, and before ``_lock``, as a trace does.
+    """
+    if model is not None and model not in _traced:
+        with _lock:
+            if model not in _traced:  # nor is while the lock is held
+                yield
+                return
+    with _torch.no_tracing():
+        yield
 
 
 @final
@@ -92,7 +109,7 @@ class EagerScope:
         """Let the overrides stand for a call; its frame is the one that called."""
         model = self._model()
         assert model is not None
-        with _lock:
+        with _no_trace_of(model), _lock:
             if self._holders:
                 self._holders = [h for h in self._holders if h.runs]
             if not self._holders:
@@ -104,7 +121,7 @@ class EagerScope:
 
     def leave(self, holder: Holder) -> None:
         """A call has ended; with the last one, the overrides go."""
-        with _lock:
+        with _no_trace_of(self._model()), _lock:
             self._holders = [h for h in self._holders if h is not holder]
             if not self._holders:
                 self._uninstall()

@@ -191,7 +191,13 @@ class Way(NamedTuple):
     rest: tuple[tuple[int, Target], ...]
 
 
-def way_to(model: nn.Module, targets: Sequence[Target], *, by_dynamo: bool) -> Way:
+def way_to(
+    model: nn.Module,
+    targets: Sequence[Target],
+    *,
+    by_dynamo: bool,
+    simple: bool = True,
+) -> Way:
     """The way to the targets; each name of the module tree is followed once.
 
     Args:
@@ -199,6 +205,8 @@ def way_to(model: nn.Module, targets: Sequence[Target], *, by_dynamo: bool) -> W
         targets: How its modules are tapped.
         by_dynamo: Dynamo goes through them.  To it, the wrapper that ``torch.compile``
             makes and what it wraps are one object.
+        simple: Use the simplest override where it does.  Not where eager calls in other
+            threads may override the same modules: it stands where theirs do.
     """
     places: dict[tuple[str, ...], int] = {(): 0}
     through: list[tuple[int, str]] = []
@@ -215,7 +223,7 @@ def way_to(model: nn.Module, targets: Sequence[Target], *, by_dynamo: bool) -> W
         path = target.real_path
         if by_dynamo:
             path = tuple(name for name in path if name != "_orig_mod")
-        if path and _is_simple(model, target):
+        if simple and path and _is_simple(model, target):
             plain.append((place_of(path[:-1]), path[-1], target.path))
         else:
             rest.append((place_of(path), target))
