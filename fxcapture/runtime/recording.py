@@ -10,9 +10,10 @@ Invariants
     The open recordings are a context variable: each thread and each task has its own,
     and a call is kept by the innermost one of its model.
     While a recording is open, an override stands in the model's instance, under what a
-    call goes through.  Dynamo does not see it, so that nothing is compiled anew.  It is
-    gone afterwards, also after an exception; one that an interrupt has left there lets
-    every call pass, and goes with the next one.
+    call goes through.  Dynamo does not look there, unless the model itself is tapped or
+    hooked: calls in recordings then have a trace of their own, one for all of them.
+    The override is gone afterwards, also after an exception; one that an interrupt has
+    left there lets every call pass, and goes with the next one.
 """
 
 from __future__ import annotations
