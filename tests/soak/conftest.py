@@ -62,7 +62,7 @@ class _Results:
         for table, row in report.user_properties:
             self._tables.setdefault(table, []).append(row)
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
         if not self._tables:
             return
         asked = lengths()
@@ -80,6 +80,8 @@ class _Results:
             made.note(f"failed: {name}")
         for name, value in dataclasses.asdict(asked).items():
             made.figure(f"setting: {name}", value)
+        if exitstatus == pytest.ExitCode.INTERRUPTED:
+            made.note("stopped before its end: what has no row was not run")
         made.command = "make soak"
         made.write(self._folder)
 
