@@ -33,7 +33,7 @@ from torch import nn
 from fxcapture import _torch
 from fxcapture._torch.dynamo import end_piece
 from fxcapture.trace.observe import Target, observed
-from fxcapture.trace.override import Override
+from fxcapture.trace.override import LOCK, Override
 from fxcapture.trace.real_scope import Holder
 
 __all__ = ["EagerScope", "make_way_for_trace"]
@@ -41,7 +41,7 @@ __all__ = ["EagerScope", "make_way_for_trace"]
 #: Modules that were traced with calls of ours, and the scopes that hold any now.
 _traced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _scopes: weakref.WeakSet[EagerScope] = weakref.WeakSet()
-_lock = threading.RLock()
+_lock = LOCK
 
 
 def make_way_for_trace(model: nn.Module) -> None:

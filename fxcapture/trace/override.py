@@ -7,14 +7,14 @@ Invariants
 
 from __future__ import annotations
 
+import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any, final
 
 from torch import nn
 
-__all__ = ["Override"]
+__all__ = ["LOCK", "Override"]
 
 
 @final
@@ -48,7 +48,6 @@ class Override:
         self._attributes = attributes
         self._below: tuple[bool, Any] = (False, None)
         self._wanted = False
-        _overrides[id(self._wrapper)] = self
 
     def install(self) -> None:
         """Put the override on top of what the instance has."""
@@ -62,6 +61,7 @@ class Override:
             self._original[:] = [original]
         for name, value in self._attributes.items():
             self._slot[name] = original if value is None else value
+        _standing[id(self._wrapper)] = self
         self._slot[self.key] = self._wrapper
 
     def remove(self) -> None:
@@ -74,12 +74,13 @@ class Override:
                 self._slot[self.key] = value
             else:
                 del self._slot[self.key]
-            top._drop_attributes()
+            top._gone()
             top = _override_of(value) if present else None
         if not self._stands():
-            self._drop_attributes()  # a removal, or an installation, that was cut short
+            self._gone()  # a removal, or an installation, that was cut short
 
-    def _drop_attributes(self) -> None:
+    def _gone(self) -> None:
+        _standing.pop(id(self._wrapper), None)
         for name in self._attributes:
             self._slot.pop(name, None)
 
@@ -96,9 +97,13 @@ class Override:
 
 def _override_of(function: Any) -> Override | None:
     """The override whose method a function is."""
-    found = _overrides.get(id(function))
+    found = _standing.get(id(function))
     return found if found is not None and found._wrapper is function else None
 
 
-#: Every override there is, by the identity of its method, which it keeps alive.
-_overrides: weakref.WeakValueDictionary[int, Override] = weakref.WeakValueDictionary()
+#: Every override that stands, by the identity of its method.  They are kept alive: one
+#: that is not on top when its scope has gone is still to be taken away.
+_standing: dict[int, Override] = {}
+
+#: Held while overrides are put into instances, or taken away.
+LOCK = threading.RLock()

@@ -43,7 +43,7 @@ from fxcapture.reductions import Reducers
 from fxcapture.spec.module_table import ModuleTable
 from fxcapture.spec.selector import Selector
 from fxcapture.trace.observe import Target, find, observed
-from fxcapture.trace.override import Override
+from fxcapture.trace.override import LOCK, Override
 
 __all__ = ["Holder", "RealScope", "RunRegion", "hold_by"]
 
@@ -105,7 +105,7 @@ class RealScope:
         TargetError: the spec, or ``regions``, does not fit the model.
     """
 
-    _lock = threading.RLock()
+    _lock = LOCK
 
     def __init__(
         self,
