@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator
@@ -42,18 +43,31 @@ __all__ = ["EagerScope", "make_way_for_trace"]
 _traced: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _scopes: weakref.WeakSet[EagerScope] = weakref.WeakSet()
 _lock = LOCK
+#: Told when the last call of a scope has ended.
+_left = threading.Condition(_lock)
+#: How long a trace waits for calls that are under way, in seconds.
+_PATIENCE_S = 1.0
 
 
 def make_way_for_trace(model: nn.Module) -> None:
-    """Take away what a trace of ``model`` by this thread would see.
+    """Called by a thread that begins to trace ``model``.
 
-    Eager calls that are under way in other threads do without: they miss direct calls.
+    What would show in the trace is taken away.  Calls of other threads that are under
+    way are waited for, and later ones wait for the trace; for a moment only, since one
+    may itself wait for this thread: then Dynamo guards on what it sees of it, and
+    compiles once more.
     """
+    modules = list(model.modules())
+    mine = set(map(id, modules))
+    until = time.monotonic() + _PATIENCE_S
     with _lock:
-        modules = list(model.modules())
-        _traced.update(modules)
-        for scope in _scopes:
-            scope.hide(set(map(id, modules)))
+        for module in modules:
+            _traced.add(module)
+        for scope in list(_scopes):
+            scope.hide(mine)
+        while any(scope.serves_others(mine) for scope in list(_scopes)):
+            if not _left.wait(timeout=max(0.0, until - time.monotonic())):
+                break
 
 
 @contextlib.contextmanager
@@ -121,10 +135,18 @@ class EagerScope:
 
     def leave(self, holder: Holder) -> None:
         """A call has ended; with the last one, the overrides go."""
-        with _no_trace_of(self._model()), _lock:
+        with _lock:
             self._holders = [h for h in self._holders if h is not holder]
             if not self._holders:
                 self._uninstall()
+                _left.notify_all()
+
+    def serves_others(self, modules: Collection[int]) -> bool:
+        """Whether calls of other threads have overrides on modules, by identity."""
+        me = threading.current_thread()
+        return any(h.thread is not me and h.runs for h in self._holders) and any(
+            id(override.module) in modules for override in self._installed
+        )
 
     def hide(self, modules: Collection[int]) -> None:
         """Take away what Dynamo can see on modules, by their identity."""

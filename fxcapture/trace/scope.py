@@ -106,7 +106,7 @@ def enter(
         slot["forward"] = forward
         # What a call goes through has nothing to do, and need not be traced.
         slot["_call_impl"] = forward
-    for place, target in rest:
+    for place, target, bare in rest:
         module, key = modules[place], target[2]
         slot = module.__dict__
         original = getattr(module, key)
@@ -114,7 +114,11 @@ def enter(
             others.append((slot, key, True, slot[key]))
         else:
             others.append((slot, key, False, None))
-        slot[key] = _override(original, target, emit, reducers, watched, asks)
+        override = _override(original, target, emit, reducers, watched, asks)
+        slot[key] = override
+        if bare:
+            others.append((slot, "_call_impl", False, None))
+            slot["_call_impl"] = override
     return Saved(simple, others)
 
 
@@ -183,12 +187,13 @@ class Way(NamedTuple):
             those before it (0: the model), and the name there.
         plain: Modules for which the simplest override does: the parent's place, the
             name there, and the path.
-        rest: The other targets, with their module's place.
+        rest: The other targets: the module's place, the target, whether its calls go
+            through nothing else first.
     """
 
     through: tuple[tuple[int, str], ...]
     plain: tuple[tuple[int, str, str], ...]
-    rest: tuple[tuple[int, Target], ...]
+    rest: tuple[tuple[int, Target, bool], ...]
 
 
 def way_to(
@@ -196,7 +201,6 @@ def way_to(
     targets: Sequence[Target],
     *,
     by_dynamo: bool,
-    simple: bool = True,
 ) -> Way:
     """The way to the targets; each name of the module tree is followed once.
 
@@ -205,8 +209,6 @@ def way_to(
         targets: How its modules are tapped.
         by_dynamo: Dynamo goes through them.  To it, the wrapper that ``torch.compile``
             makes and what it wraps are one object.
-        simple: Use the simplest override where it does.  Not where eager calls in other
-            threads may override the same modules: it stands where theirs do.
     """
     places: dict[tuple[str, ...], int] = {(): 0}
     through: list[tuple[int, str]] = []
@@ -223,20 +225,31 @@ def way_to(
         path = target.real_path
         if by_dynamo:
             path = tuple(name for name in path if name != "_orig_mod")
-        if simple and path and _is_simple(model, target):
+        if path and _is_simple(model, target):
             plain.append((place_of(path[:-1]), path[-1], target.path))
         else:
-            rest.append((place_of(path), target))
+            rest.append((place_of(path), target, _is_bare(model, target)))
     return Way(tuple(through), tuple(plain), tuple(rest))
 
 
 def _is_simple(model: nn.Module, target: Target) -> bool:
     """Whether the simplest override does: nothing happens but the call of forward."""
-    if not target.is_plain:
+    module = find(model, target)
+    return (
+        target.is_plain and "forward" not in module.__dict__ and _is_bare(model, target)
+    )
+
+
+def _is_bare(model: nn.Module, target: Target) -> bool:
+    """Whether a call goes through nothing that has to be traced before ``forward``.
+
+    What it goes through is then overridden too.  That also keeps Dynamo from looking it
+    up, and from guarding on it: an eager call of another thread may override it.
+    """
+    if target.key != "forward":
         return False
     module = find(model, target)
-    own = module.__dict__.keys() & {"forward", "_call_impl"}
-    return not own and not _torch.has_hooks(module)
+    return "_call_impl" not in module.__dict__ and not _torch.has_hooks(module)
 
 
 def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str]:
@@ -253,7 +266,7 @@ def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str
         module = find(model, target)
         # The simplest override stands under two keys, which go together.
         other = module.__dict__.get("_call_impl")
-        if target.key == "forward" and _is_ours(other) and target.is_plain:
+        if target.key == "forward" and _is_ours(other):
             del module.__dict__["_call_impl"]
         left: Any = module.__dict__.get(target.key)
         if not _is_ours(left):
