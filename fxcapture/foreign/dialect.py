@@ -22,6 +22,7 @@ Invariants
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
@@ -39,6 +40,7 @@ from fxcapture.plan.plan import Plan
 from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import Site, SiteTable, Value
 from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.tap import Tap
 from fxcapture.trace.mark import ENTRY, MARK, RESULT, Mark, received, reduced
 from fxcapture.trace.observe import Request
 from fxcapture.trace.structure_text import encode, parse
@@ -173,6 +175,14 @@ class _Undetermined:
     """Stands for a value that the graph does not determine and no record selects."""
 
 
+def _whole(tap: Tap) -> Tap:
+    """The tap of the whole value, of which it takes an element."""
+    if tap.point == "input":
+        return tap
+    fields = {f.name: getattr(tap, f.name) for f in dataclasses.fields(tap)}
+    return Tap(**(fields | {"output": None}))
+
+
 @final
 class _Marker:
     """Puts a mark behind each matched call."""
@@ -202,7 +212,8 @@ class _Marker:
             )
             for path, _ in calls
         ]
-        plan = resolve(dialect.spec, bound, SiteTable(sites))
+        whole = {name: _whole(tap) for name, tap in dialect.spec.items()}
+        plan = resolve(CaptureSpec(whole), bound, SiteTable(sites))
         self._selected = {(slot.site, slot.entry) for slot in plan.slots()}
 
     def mark(self, number: int, path: str, call: Call | None) -> None:
