@@ -215,7 +215,9 @@ class DynamoProgram:
             # trace, and a change that matters makes Dynamo trace again.
             program = _alive(me)
             program._bound = match(program.spec, model)
-            return way_to(program.model, program._bound.targets, by_dynamo=True)
+            return way_to(
+                program.model, program._bound.targets, by_dynamo=True, outermost=True
+            )
 
         captured = whole_function(model, steps, reducers, late, keep_output)
         return _torch.own_code(captured, f"captured_{self._name}")

@@ -112,12 +112,15 @@ def enter(
         original = getattr(module, key)
         if key in slot:
             others.append((slot, key, True, slot[key]))
+            if bare:  # then it is a scope's around this one, which has overridden both
+                others.append((slot, "_call_impl", True, slot["_call_impl"]))
         else:
             others.append((slot, key, False, None))
+            if bare:
+                others.append((slot, "_call_impl", False, None))
         override = _override(original, target, emit, reducers, watched, asks)
         slot[key] = override
         if bare:
-            others.append((slot, "_call_impl", False, None))
             slot["_call_impl"] = override
     return Saved(simple, others)
 
@@ -201,6 +204,7 @@ def way_to(
     targets: Sequence[Target],
     *,
     by_dynamo: bool,
+    outermost: bool = False,
 ) -> Way:
     """The way to the targets; each name of the module tree is followed once.
 
@@ -209,6 +213,7 @@ def way_to(
         targets: How its modules are tapped.
         by_dynamo: Dynamo goes through them.  To it, the wrapper that ``torch.compile``
             makes and what it wraps are one object.
+        outermost: No other scope can stand around this one in its trace.
     """
     places: dict[tuple[str, ...], int] = {(): 0}
     through: list[tuple[int, str]] = []
@@ -225,7 +230,7 @@ def way_to(
         path = target.real_path
         if by_dynamo:
             path = tuple(name for name in path if name != "_orig_mod")
-        if path and _is_simple(model, target):
+        if outermost and path and _is_simple(model, target):
             plain.append((place_of(path[:-1]), path[-1], target.path))
         else:
             rest.append((place_of(path), target, _is_bare(model, target)))
@@ -249,7 +254,8 @@ def _is_bare(model: nn.Module, target: Target) -> bool:
     if target.key != "forward":
         return False
     module = find(model, target)
-    return "_call_impl" not in module.__dict__ and not _torch.has_hooks(module)
+    own = module.__dict__.keys() & {"forward", "_call_impl"}
+    return not own and not _torch.has_hooks(module)
 
 
 def restore_left_behind(model: nn.Module, targets: Sequence[Target]) -> list[str]:
