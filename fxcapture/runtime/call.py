@@ -43,7 +43,6 @@ class Call:
         spec: The capture's spec.
         bound: The spec bound to the model.
         inputs: The inputs of reductions, by name.
-        repeats: It computes anew what a checkpoint has dropped, and counts for nothing.
 
     Attributes:
         observations: What it produced so far, in call order, if it is not whole.
@@ -59,7 +58,7 @@ class Call:
         "__weakref__", "_before", "_made", "_pending", "_repeated", "_spec", "_table",
         "bound", "break_reason", "delivered", "error", "holder", "inputs",
         "observations",
-        "owner", "plan", "repeats", "selection", "started", "whole",
+        "owner", "plan", "selection", "started", "whole",
     )  # fmt: skip
 
     def __init__(
@@ -71,14 +70,12 @@ class Call:
         spec: CaptureSpec,
         bound: Match,
         inputs: Mapping[str, Any] | None = None,
-        repeats: bool = False,
     ) -> None:
         self.owner = owner
         self.inputs: Mapping[str, Any] = inputs or {}
         self.selection = selection
         self.whole = whole
         self.bound = bound
-        self.repeats = repeats
         self.observations: list[Observation] = []
         self.delivered: Records | None = None
         self.started = False
@@ -122,7 +119,6 @@ class Call:
             spec=self._spec,
             bound=self.bound,
             inputs=self.inputs,
-            repeats=True,
         )
         made._before = self._before
         if self._made is not None:

@@ -154,15 +154,12 @@ def undo(saved: Saved) -> None:
 
 
 def _undo(saved: Saved) -> None:
-    simple, others = saved
-    for slot, key, present, value in reversed(others):
+    # The simplest overrides are of Dynamo's traces alone.
+    for slot, key, present, value in reversed(saved.others):
         if present:
             slot[key] = value
         else:
             slot.pop(key, None)
-    for slot in simple:
-        slot.pop("forward", None)
-        slot.pop("_call_impl", None)
 
 
 def _override(
@@ -230,26 +227,21 @@ def way_to(
         path = target.real_path
         if by_dynamo:
             path = tuple(name for name in path if name != "_orig_mod")
-        if outermost and path and _is_simple(model, target):
+        bare = by_dynamo and _is_bare(model, target)
+        if bare and outermost and path and target.is_plain:
             plain.append((place_of(path[:-1]), path[-1], target.path))
         else:
-            rest.append((place_of(path), target, _is_bare(model, target)))
+            rest.append((place_of(path), target, bare))
     return Way(tuple(through), tuple(plain), tuple(rest))
-
-
-def _is_simple(model: nn.Module, target: Target) -> bool:
-    """Whether the simplest override does: nothing happens but the call of forward."""
-    module = find(model, target)
-    return (
-        target.is_plain and "forward" not in module.__dict__ and _is_bare(model, target)
-    )
 
 
 def _is_bare(model: nn.Module, target: Target) -> bool:
     """Whether a call goes through nothing that has to be traced before ``forward``.
 
-    What it goes through is then overridden too.  That also keeps Dynamo from looking it
-    up, and from guarding on it: an eager call of another thread may override it.
+    Dynamo is then kept from what it goes through, by an override of that too: from
+    tracing it, and from guarding on it, since an eager call of another thread may
+    override it.  Where nothing traces, ``forward`` alone is overridden: somebody may
+    yet put one of his own over it.
     """
     if target.key != "forward":
         return False

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import fxcapture as fxc
+from fxcapture.trace.real_scope import hold_by
 from tests.regimes.blocks import Stack, left_behind
 
 REGIMES = [{"fullgraph": True}, {"regions": "layers.*"}]
@@ -85,16 +86,17 @@ def test_two_programs_on_one_model_leave_in_any_order():
     model = Stack().eval()
     first = fxc.compile(model, {"a": "layers.*"}, backend="eager", regions="head")
     second = fxc.compile(model, {"b": "layers.0"}, backend="eager", regions="head")
-    overrides = [c._fxc_parts()[2]._overrides for c in (first, second)]
+    scopes = [c._fxc_parts()[2].capture._scope for c in (first, second)]
+    holders = [hold_by(), hold_by()]  # as two calls that are under way
     x = torch.randn(2, 8)
 
-    overrides[0].__enter__()
-    overrides[1].__enter__()
-    overrides[0].__exit__(None, None, None)
+    scopes[0].enter(holders[0])
+    scopes[1].enter(holders[1])
+    scopes[0].leave(holders[0])
     assert left_behind(model) != []
     assert len(first(x).records["a"]) == 3
     assert len(second(x).records["b"]) == 1
-    overrides[1].__exit__(None, None, None)
+    scopes[1].leave(holders[1])
     assert left_behind(model) == []
 
 
