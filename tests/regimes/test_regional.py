@@ -9,6 +9,7 @@ from torch._dynamo.utils import counters
 
 import fxcapture as fxc
 from fxcapture.errors import EagerSiteError, TargetNotFoundError, TraceError
+from fxcapture.plan import plan
 from tests.regimes.blocks import Block, Stack, left_behind
 
 SPEC = {
@@ -248,8 +249,6 @@ def test_a_frame_lets_go_of_what_cannot_be_selected_any_more():
 
     model = Stack(depth=8).eval()
     model.layers = nn.ModuleList(Watched() for _ in range(8))
-    from fxcapture.plan.plan import plan
-
     original = plan.Leaf.snapshot
 
     def snapshot(self, value):
