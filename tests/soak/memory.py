@@ -96,18 +96,19 @@ MODES: dict[str, tuple[tuple[Make, Use], tuple[Make, Use]]] = {
 }
 
 
-def run(mode: str, count: int, *, plain: bool) -> dict[str, float]:
-    """Make, call and drop ``count`` models after the first ones.
+def run(mode: str, count: int, *, plain: bool, warm: int = WARM) -> dict[str, float]:
+    """Make, call and drop ``count`` models after the first, ``warm`` ones.
 
     Returns:
-        ``alive``: models that live on; ``bytes_per_model``: what each has left.
+        ``alive``: models that live on; ``bytes_per_model``: what each after the first
+        ones has left, where there are any.
     """
     make, use = MODES[mode][plain]
     refs: list[weakref.ref[Any]] = []
-    tracemalloc.start()
     bytes_before = 0
-    for i in range(WARM + count):
-        if i == WARM:
+    for i in range(warm + count):
+        if i == warm:
+            tracemalloc.start()
             bytes_before = _bytes()
         model = make()
         with torch.set_grad_enabled("gradients" in mode):
@@ -115,10 +116,11 @@ def run(mode: str, count: int, *, plain: bool) -> dict[str, float]:
         refs += [weakref.ref(model), weakref.ref(model.blocks[0])]  # type: ignore[index, union-attr]
         del model
         gc.collect()
-    return {
-        "alive": sum(ref() is not None for ref in refs),
-        "bytes_per_model": (_bytes() - bytes_before) / count,
-    }
+    found: dict[str, float] = {"alive": sum(ref() is not None for ref in refs)}
+    if count:
+        found["bytes_per_model"] = (_bytes() - bytes_before) / count
+        tracemalloc.stop()
+    return found
 
 
 def _bytes() -> int:
