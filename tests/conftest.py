@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -41,3 +42,16 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Iterator[None]:
+    """What lives on when a file begins is not looked through again.
+
+    Compilers leave millions of objects in their caches, and many tests here collect
+    garbage, in loops.
+    """
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
+    yield
