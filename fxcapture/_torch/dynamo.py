@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
 
 __all__ = [
     "constant",
@@ -48,7 +49,8 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
     Dynamo caches what it compiled by code object, keeps what it learned of shapes by
     the code's file, line and name, and puts compiled functions into the globals.  So
-    the copy shares nothing with another, and takes all of it along when it goes.
+    the copy shares nothing with another, and takes all of it along when it goes: what
+    was compiled too, although Dynamo's cache of instructions keeps the code object.
 
     Args:
         function: A Python function.
@@ -63,6 +65,7 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         function.__closure__,
     )
     made.__kwdefaults__ = function.__kwdefaults__
+    weakref.finalize(made, reset_code, made.__code__).atexit = False
     return made
 
 

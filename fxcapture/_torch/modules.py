@@ -5,7 +5,8 @@ Tested on torch 2.13.0 and 2.14.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -16,6 +17,9 @@ __all__ = [
     "has_forward_hooks",
     "has_forward_pre_hooks",
     "has_hooks",
+    "hook_guards",
+    "hook_tables",
+    "hooks_made",
     "is_compiled_in_place",
     "is_initialised",
     "out_of_sight",
@@ -46,6 +50,41 @@ def has_forward_pre_hooks(module: nn.Module) -> bool:
     return bool(
         module._forward_pre_hooks or torch.nn.modules.module._global_forward_pre_hooks
     )
+
+
+def hooks_made() -> int:
+    """How many hooks of any kind were made in the process, those removed included."""
+    return torch.utils.hooks.RemovableHandle.next_id
+
+
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_pre_hooks",
+    "_backward_hooks",
+)
+_GLOBAL_HOOKS = tuple(f"_global{name}" for name in _HOOKS)
+
+
+def hook_tables(model: nn.Module) -> Iterator[Mapping[int, Any]]:
+    """What holds hooks that calls of a model go through, and holds any.
+
+    The tables of its modules, and those of hooks for all modules; no public way.
+    """
+    found = [vars(nn.modules.module)[name] for name in _GLOBAL_HOOKS]
+    for module in model.modules():
+        own = vars(module)
+        found += [own[name] for name in _HOOKS if name in own]
+    return filter(None, found)
+
+
+def hook_guards() -> contextlib.AbstractContextManager[Any]:
+    """While it is held, Dynamo guards on the hooks of what this thread compiles.
+
+    By default it does not, and code that it compiled for a module without hooks would
+    serve another instance of the class, which has some.
+    """
+    return torch._dynamo.config.patch(skip_nnmodule_hook_guards=False)  # type: ignore[no-any-return,no-untyped-call]
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

@@ -9,7 +9,9 @@ Terms
 
 Invariants
     The active recording is a context variable: each thread and each task has its own.
-    Outside of a recording the compiled code runs and its records are dropped.
+    Outside of a recording the compiled code runs and its records are dropped.  That is
+    said once for each backend, when a graph does so again and none was recorded: once
+    may be a warm-up.
     A record does not change when the compiled code runs again, whatever memory that
     writes its outputs to.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -78,6 +81,29 @@ class Recording(Mapping[str, tuple[Any, ...]]):
         return f"Recording({len(self.calls)} calls)"
 
 
+@final
+class _Uses:
+    """Whether anybody looks at what the graphs of a backend record."""
+
+    def __init__(self) -> None:
+        self.recorded = False
+        self._dropped_by: set[Any] = set()
+
+    def drop(self, graph: Any) -> None:
+        """A graph ran outside of a recording."""
+        if graph not in self._dropped_by:
+            self._dropped_by.add(graph)
+            return
+        self.recorded = True  # said once
+        warnings.warn(
+            "a model compiled with fxcapture.backend runs outside of a recording and "
+            "its records are dropped\n"
+            "  what to do: open one around whatever calls the model, `with "
+            "fxcapture.recording() as run: model.generate(...)`, and read run.calls",
+            stacklevel=3,
+        )
+
+
 @contextlib.contextmanager
 def recording() -> Iterator[Recording]:
     """Keep the records of compiled calls.
@@ -88,7 +114,8 @@ def recording() -> Iterator[Recording]:
             output = compiled(x)
         records["hidden"]
 
-    Recordings nest; a call is kept by the innermost one.
+    Recordings nest; a call is kept by the innermost one.  One that ends without a call
+    warns, and says what may have called the model uncompiled.
     """
     made = Recording()
     token = _active.set(made)
@@ -96,6 +123,16 @@ def recording() -> Iterator[Recording]:
         yield made
     finally:
         _active.reset(token)
+    if not made.calls:
+        warnings.warn(
+            "a recording is over, and no graph compiled with fxcapture.backend ran in "
+            "it: a method of torch.compile(model), such as generate, calls the model "
+            "uncompiled\n"
+            "  what to do: compile in place, `model.compile(backend=...)`, or use "
+            "`fxcapture.compile(model, spec).recording()`; in another thread, open the "
+            "recording there",
+            stacklevel=3,
+        )
 
 
 def backend(
@@ -133,12 +170,13 @@ def backend(
     if not isinstance(spec, CaptureSpec):
         spec = CaptureSpec(spec)
     checked: CaptureSpec = spec
+    uses = _Uses()
 
     def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> _Compiled:
         compiler = _torch.resolve_backend(inner, mode, options, None)
         dialect = Dynamo(gm, checked, assume_tensors=assume_tensors)
         reused = _torch.reuses_outputs(inner, compiler)
-        return _compile(dialect, example_inputs, compiler, reused)
+        return _compile(dialect, example_inputs, compiler, reused, uses)
 
     return compile_graph
 
@@ -179,6 +217,7 @@ def _compile(
     example_inputs: Sequence[Any],
     compiler: Callable[..., Any],
     reused: Callable[[torch.Tensor], bool] | None,
+    uses: _Uses,
 ) -> _Compiled:
     marked, plan = prepare(dialect)
     made = passes.rewrite(dialect.gm, marked, plan.wanted(), plan.wanted_sizes())
@@ -191,7 +230,10 @@ def _compile(
         own = len(values) - len(places)
         active = _active.get()
         if active is not None:
+            uses.recorded = True
             active.calls.append(read(kept_outputs(values[own:], reused)))
+        elif not uses.recorded:
+            uses.drop(run)
         return values[:own]
 
     return run

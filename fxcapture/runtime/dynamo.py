@@ -7,6 +7,7 @@ in them, and what runs between them is observed eagerly.
 Invariants
     Nothing is written to the model in a whole run.  In a broken run the overrides stand
     in the instances while the call runs, and are gone after it, also if it raised.
+    Hooks of the model are those of the moment; what was compiled with others goes.
     Each program has code of its own: neither another captured model nor a plain one may
     run this one's.  Dynamo keeps nothing of a program that is gone.
 """
@@ -17,6 +18,7 @@ import collections
 import functools
 import itertools
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
@@ -34,7 +36,9 @@ from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import SiteTable
 from fxcapture.runtime.call import Call, call_in_flight, put_in_flight
 from fxcapture.runtime.capture import Capture
+from fxcapture.runtime.compiled_functions import CompiledFunctions
 from fxcapture.runtime.compiled_graph import CompiledGraph, kept_graph, kept_outputs
+from fxcapture.runtime.hook_state import HookState
 from fxcapture.runtime.piece_run import FULL, PieceDelivery
 from fxcapture.runtime.program_backend import (
     ProgramBackend,
@@ -42,7 +46,7 @@ from fxcapture.runtime.program_backend import (
     check_whole,
 )
 from fxcapture.runtime.refusals import not_traceable
-from fxcapture.runtime.traced import call_function, call_model, whole_function
+from fxcapture.runtime.traced import whole_function
 from fxcapture.runtime.whole_run import WholeDelivery
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
@@ -107,9 +111,7 @@ class DynamoProgram:
         self.max_variants = max_variants
         self.regional = regions is not None
         self._initialised = False
-        self.break_reason: str | None = "regions= was given" if self.regional else None
         self.latest: Call | None = None
-        self._pieces_for_good = self.regional
         self._inner = _torch.resolve_backend(backend, mode, options, dynamic)
         self._backend_given = backend
         #: Where the conversions cost memory; other backends run the graph as it is.
@@ -118,7 +120,6 @@ class DynamoProgram:
         self._bound = match(spec, model)
         self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._numbers = itertools.count()
-        self._region_functions: dict[type, Callable[..., Any]] = {}
         kind = type(model).__name__
         self._name = f"{kind}_{_counts[kind]}"
         _counts[kind] += 1
@@ -128,24 +129,31 @@ class DynamoProgram:
             model,
             spec,
             regions=regions,
-            run_region=lambda *args, **kwargs: _alive(me)._run_region(*args, **kwargs),
+            run_region=lambda *args, **kwargs: _alive(me)._functions.region(
+                *args, **kwargs
+            ),
             # A piece may end inside of a call; a region that does is rare.
             watched=not self.regional,
         )
         self._backend = ProgramBackend(me, self._inner)
-        settings = {"dynamic": dynamic, **compile_kwargs}
-        self._run_whole = _torch.Compiled(
-            self._whole_function(), backend=self._backend, fullgraph=True, **settings
-        )
-        settings["isolate_recompiles"] = True
-        self._settings = settings
+        self._settings = {"dynamic": dynamic, **compile_kwargs}
+        self._lock = threading.Lock()
+        self._start_anew()
         # A caller may itself be compiled; what it traced of this it would inline.
         self.run: Run = torch.compiler.disable(self._run)  # type: ignore[no-untyped-call]
-        self._run_pieces = _torch.Compiled(
-            _torch.own_code(call_model, f"pieces_of_{self._name}"),
+
+    def _start_anew(self) -> None:
+        """Forget what was compiled, and why it was not one graph."""
+        self._pieces_for_good = self.regional
+        self.break_reason: str | None = "regions= was given" if self.regional else None
+        self._functions = CompiledFunctions(
+            self.model,
+            self._name,
+            self._whole_function(),
             backend=self._backend,
-            fullgraph=fullgraph and not self.regional,
-            **settings,
+            fullgraph=self.fullgraph,
+            regional=self.regional,
+            settings=self._settings,
         )
 
     # -- what compiled graphs ask --------------------------------------------------
@@ -219,8 +227,7 @@ class DynamoProgram:
                 program.model, program._bound.targets, by_dynamo=True, outermost=True
             )
 
-        captured = whole_function(model, steps, reducers, late, keep_output)
-        return _torch.own_code(captured, f"captured_{self._name}")
+        return whole_function(model, steps, reducers, late, keep_output)
 
     def compile_graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
         """Compile a graph that Dynamo has traced for a call of this program."""
@@ -259,6 +266,8 @@ class DynamoProgram:
     ) -> tuple[Any, Records, Call]:
         """Run the model once; its output (or ``None``), the records, and the call."""
         inputs = find_inputs(self.spec, self.model, args, kwargs, capture_inputs)
+        if self._functions.hooks.may_differ():
+            self._look_at_hooks()
         with fused_attention(not self._bound.inside_fused):
             if not self._initialised:
                 self._initialised = _torch.is_initialised(self.model)
@@ -269,6 +278,16 @@ class DynamoProgram:
                     return done
             return self._call_in_pieces(args, kwargs, selection, inputs, tried)
 
+    def _look_at_hooks(self) -> None:
+        """Compile anew if the model's hooks are not those that are compiled in."""
+        with self._lock:
+            now, compiled_in = HookState.of(self.model), self._functions.hooks
+            if now.hooks != compiled_in.hooks:
+                _log.info("compiling anew: the model's hooks are not what they were")
+                self._start_anew()
+            else:
+                self._functions.hooks = now
+
     def _call_whole(
         self,
         args: tuple[Any, ...],
@@ -277,7 +296,8 @@ class DynamoProgram:
         inputs: dict[str, Any],
     ) -> tuple[Any, Records, Call] | None:
         """Run as one graph; ``None`` if the model has to be run in pieces."""
-        if not self._run_whole.is_compiled():
+        run_whole = self._functions.whole
+        if not run_whole.is_compiled():
             return None
         call = Call(
             self.capture, selection, whole=True, spec=self.spec, bound=self._bound
@@ -285,7 +305,7 @@ class DynamoProgram:
         token = put_in_flight(call_in_flight, call)
         compiled = len(self._graphs)
         try:
-            output = self._run_whole(inputs or None, *args, **kwargs)
+            output = run_whole(inputs or None, *args, **kwargs)
         except Exception as error:
             if call.started:
                 raise  # the model's own error, from the running graph
@@ -342,13 +362,14 @@ class DynamoProgram:
         call = running.call
         call.break_reason = self.break_reason
         _torch.skip_untraced()
+        functions = self._functions
         try:
-            with running:
+            with functions.guarded(), running:
                 # What a module is until its first call, Dynamo cannot guard on.
                 if self.regional or not self._initialised:
                     output = self.model(*args, **kwargs)
                 else:
-                    output = self._run_pieces(self.model, args, kwargs)
+                    output = functions.pieces(self.model, args, kwargs)
         except Exception as error:
             if call.error is not None:
                 raise call.error from call.error.__cause__
@@ -363,24 +384,6 @@ class DynamoProgram:
         records = self.capture.records(call, outside)
         self.latest = call
         return output if self.keep_output else None, records, call
-
-    def _run_region(
-        self, kind: type, below: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> Any:
-        """Run a module as a region: one compilation for all modules of its class."""
-        compiled = self._region_functions.get(kind)
-        if compiled is None:
-            # A code object for each class, so that a model of many kinds of blocks does
-            # not run into the recompile limit, which counts by code object.
-            name = f"region_{kind.__name__}_of_{self._name}"
-            compiled = _torch.Compiled(
-                _torch.own_code(call_function, name),
-                backend=self._backend,
-                fullgraph=self.fullgraph and self.regional,
-                **self._settings,
-            )
-            self._region_functions[kind] = compiled
-        return compiled(below, args, kwargs)
 
 
 def _alive(program: weakref.ref[DynamoProgram]) -> DynamoProgram:

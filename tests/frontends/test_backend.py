@@ -62,6 +62,7 @@ def test_every_call_of_a_recording_is_kept_and_none_outside_of_it() -> None:
 
     assert (len(outer.calls), len(inner.calls)) == (1, 2)
     with (
+        pytest.warns(UserWarning, match="no graph compiled with"),
         recording() as empty,
         pytest.raises(CaptureError, match="nothing was recorded"),
     ):
@@ -189,3 +190,56 @@ def test_a_capturing_backend_can_be_the_inner_one_of_another() -> None:
     torch.testing.assert_close(output, model(x))
     torch.testing.assert_close(within["tanh"], (model.layers[0](x).tanh(),))
     assert_records(eager_records(model, SPEC, lambda: model(x))[1], around, 1e-6)
+
+
+# -- nothing silent --------------------------------------------------------------------
+
+
+class Looping(nn.Module):
+    """A model with a method that calls it again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.linear(x))
+
+    def generate(self, x: torch.Tensor, steps: int) -> torch.Tensor:
+        for _ in range(steps):
+            x = self(x)
+        return x
+
+
+@torch.no_grad()
+def test_a_loop_whose_records_are_dropped_says_so_once() -> None:
+    model = Looping()
+    model.compile(backend=fxc.backend({"l": "linear"}, "eager"))
+    model.generate(torch.ones(2, 4), 1)  # a warm-up
+    text = r"(?s)outside of a recording.*with fxcapture.recording\(\) as run: "
+    with pytest.warns(UserWarning, match=text):
+        model.generate(torch.ones(2, 4), 3)
+    model.generate(torch.ones(2, 4), 3)
+    with fxc.recording() as run:
+        model.generate(torch.ones(2, 4), 3)
+
+    assert len(run.calls) == 3
+
+
+@torch.no_grad()
+def test_what_was_recorded_once_may_run_without() -> None:
+    model = Looping()
+    model.compile(backend=fxc.backend({"l": "linear"}, "eager"))
+    with fxc.recording():
+        model.generate(torch.ones(2, 4), 2)
+    model.generate(torch.ones(2, 4), 3)
+
+
+@torch.no_grad()
+def test_a_method_that_runs_uncompiled_is_told_of_when_the_recording_ends() -> None:
+    compiled = torch.compile(Looping(), backend=fxc.backend({"l": "linear"}, "eager"))
+    text = r"(?s)no graph .* ran in it: .*generate.*model.compile\(backend=...\)"
+    with pytest.warns(UserWarning, match=text) as told, fxc.recording():
+        compiled.generate(torch.ones(2, 4), 2)
+
+    assert told[0].filename == __file__
