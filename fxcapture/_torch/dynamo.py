@@ -13,7 +13,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback, reset_code
+from torch._C._dynamo.eval_frame import (
+    _debug_get_cache_entry_list,
+    get_eval_frame_callback,
+    reset_code,
+)
 
 __all__ = [
     "constant",
@@ -65,8 +69,22 @@ def own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         function.__closure__,
     )
     made.__kwdefaults__ = function.__kwdefaults__
-    weakref.finalize(made, reset_code, made.__code__).atexit = False
+    weakref.finalize(made, _drop_compiled, made.__code__).atexit = False
     return made
+
+
+def _drop_compiled(code: types.CodeType) -> None:
+    """Free what Dynamo compiled of a code object that runs no more.
+
+    The guards too: finalisers of objects that they looked at, functions of torch among
+    them, keep their Python side for ever.  Dynamo itself lets go of it only where one of
+    these objects dies while the compiled code is there.
+    """
+    guards = [entry.guard_manager for entry in _debug_get_cache_entry_list(code)]
+    reset_code(code)
+    for manager in guards:
+        vars(manager).clear()
+        manager.cache_entry = manager.extra_state = None
 
 
 _untraced: list[types.CodeType] = []

@@ -244,7 +244,8 @@ class RealScope:
                 return below(*args, **kwargs)
             return run_region(type(self), below, *args, **kwargs)
 
-        return Override(module, key, forward, {original: None})
+        made = _torch.own_code(forward, f"region_{key}")
+        return Override(module, key, made, {original: None})
 
     def _make(
         self, target: Target, module: nn.Module, runs: RunRegion | None
@@ -317,7 +318,7 @@ class RealScope:
                 inner, args, kwargs, target, own, None, reducers, True, copies
             )
 
-        return forward
+        return _torch.own_code(forward, f"{type(self).__name__}_{key}{target.path}")
 
 
 def _is_below(path: str, parent: str) -> bool:

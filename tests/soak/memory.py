@@ -1,13 +1,19 @@
 """Models that are made, called and dropped: how many live on, and how many bytes.
 
-Run as ``python -m tests.soak.memory MODE COUNT``, in a process of its own: it prints
-one JSON object.  Bytes are those that Python has allocated, as ``tracemalloc`` counts
-them, and those of live tensors.
+Run as ``python -m tests.soak.memory MODE captured|plain COUNT``, in a process of its
+own: it prints one JSON object.  Bytes are those that Python has allocated, as
+``tracemalloc`` counts them, and those of live tensors.
+
+Each model is of classes of its own: for a second instance of a class, plain
+``torch.compile`` takes what it compiled for the first one, and would keep nothing new.
+What torch keeps in caches of bounded size, of whatever it compiles, is emptied first.
 """
 
 from __future__ import annotations
 
 import gc
+import importlib.util
+import itertools
 import json
 import sys
 import tracemalloc
@@ -19,7 +25,8 @@ import torch
 from torch import nn
 
 import fxcapture as fxc
-from tests.soak.programs import Decorated, Model, Undecorated, draw_input
+from tests.soak import programs
+from tests.soak.programs import draw_input
 
 #: Models before the first measurement: caches of torch fill up.
 WARM = 4
@@ -61,37 +68,52 @@ def _exported(model: nn.Module) -> None:
     fxc.export(model, draw_input(), spec=SPEC)(*draw_input())
 
 
-Make, Use = Callable[[], nn.Module], Callable[[nn.Module], None]
+Make, Use = Callable[[Any], nn.Module], Callable[[nn.Module], None]
 #: Mode to (makes a model, uses it), captured and plain.
 MODES: dict[str, tuple[tuple[Make, Use], tuple[Make, Use]]] = {
     "whole": (
-        (Model, lambda m: _captured(m, fullgraph=True)),
-        (Model, lambda m: _plain(m, fullgraph=True)),
+        (lambda p: p.Model(), lambda m: _captured(m, fullgraph=True)),
+        (lambda p: p.Model(), lambda m: _plain(m, fullgraph=True)),
     ),
     "whole, with gradients": (
-        (Model, lambda m: _captured(m, grad=True, fullgraph=True)),
-        (Model, lambda m: _plain(m, grad=True, fullgraph=True)),
+        (lambda p: p.Model(), lambda m: _captured(m, grad=True, fullgraph=True)),
+        (lambda p: p.Model(), lambda m: _plain(m, grad=True, fullgraph=True)),
     ),
     "pieces": (
-        (lambda: Model(breaks=True), _captured),
-        (lambda: Model(breaks=True), _plain),
+        (lambda p: p.Model(breaks=True), _captured),
+        (lambda p: p.Model(breaks=True), _plain),
     ),
     "regions": (
-        (Model, lambda m: _captured(m, regions="blocks.*")),
-        (Model, _plain_regions),
+        (lambda p: p.Model(), lambda m: _captured(m, regions="blocks.*")),
+        (lambda p: p.Model(), _plain_regions),
     ),
-    "selections": ((Model, _selected), (Model, lambda m: _plain(m, fullgraph=True))),
+    "selections": (
+        (lambda p: p.Model(), _selected),
+        (lambda p: p.Model(), lambda m: _plain(m, fullgraph=True)),
+    ),
     "declared": (
-        (Decorated, lambda m: fxc.compile(m, backend=BACKEND)(*draw_input()) and None),
-        (Undecorated, lambda m: torch.compile(m, backend=BACKEND)(*draw_input())),
+        (
+            lambda p: p.Decorated(),
+            lambda m: fxc.compile(m, backend=BACKEND)(*draw_input()) and None,
+        ),
+        (
+            lambda p: p.Undecorated(),
+            lambda m: torch.compile(m, backend=BACKEND)(*draw_input()),
+        ),
     ),
     "decorated, compiled": (
-        (Decorated, _asked),
-        (Undecorated, lambda m: torch.compile(m, backend=BACKEND)(*draw_input())),
+        (lambda p: p.Decorated(), _asked),
+        (
+            lambda p: p.Undecorated(),
+            lambda m: torch.compile(m, backend=BACKEND)(*draw_input()),
+        ),
     ),
     "exported": (
-        (Model, _exported),
-        (Model, lambda m: torch.export.export(m, draw_input()).module()(*draw_input())),
+        (lambda p: p.Model(), _exported),
+        (
+            lambda p: p.Model(),
+            lambda m: torch.export.export(m, draw_input()).module()(*draw_input()),
+        ),
     ),
 }
 
@@ -110,11 +132,12 @@ def run(mode: str, count: int, *, plain: bool, warm: int = WARM) -> dict[str, fl
         if i == warm:
             tracemalloc.start()
             bytes_before = _bytes()
-        model = make()
+        name = f"{programs.__name__}_{next(_numbers)}"
+        model = make(_import_anew(name))
         with torch.set_grad_enabled("gradients" in mode):
             use(model)
         refs += [weakref.ref(model), weakref.ref(model.blocks[0])]  # type: ignore[index, union-attr]
-        del model
+        del model, sys.modules[name]
         gc.collect()
     found: dict[str, float] = {"alive": sum(ref() is not None for ref in refs)}
     if count:
@@ -123,7 +146,21 @@ def run(mode: str, count: int, *, plain: bool, warm: int = WARM) -> dict[str, fl
     return found
 
 
+_numbers = itertools.count()
+
+
+def _import_anew(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, programs.__file__)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def _bytes() -> int:
+    torch._dynamo.utils.clear_compilation_metrics()
+    torch._dynamo.bytecode_transformation._cached_cleaned_instructions.cache_clear()
     gc.collect()
     tensors = sum(
         o.untyped_storage().nbytes()
