@@ -45,7 +45,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def small_heap() -> Iterator[None]:
+def small_heap() -> None:
     """What lives on when a file begins is not looked through again.
 
     Compilers leave millions of objects in their caches, and many tests here collect
@@ -54,4 +54,3 @@ def small_heap() -> Iterator[None]:
     torch._dynamo.reset()
     gc.collect()
     gc.freeze()
-    yield

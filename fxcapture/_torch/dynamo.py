@@ -77,8 +77,8 @@ def _drop_compiled(code: types.CodeType) -> None:
     """Free what Dynamo compiled of a code object that runs no more.
 
     The guards too: finalisers of objects that they looked at, functions of torch among
-    them, keep their Python side for ever.  Dynamo itself lets go of it only where one of
-    these objects dies while the compiled code is there.
+    them, keep their Python side for ever.  Dynamo itself lets go of it only where one
+    of these objects dies while the compiled code is there.
     """
     guards = [entry.guard_manager for entry in _debug_get_cache_entry_list(code)]
     reset_code(code)
