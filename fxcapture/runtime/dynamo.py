@@ -46,7 +46,7 @@ from fxcapture.runtime.program_backend import (
     check_whole,
 )
 from fxcapture.runtime.refusals import not_traceable
-from fxcapture.runtime.traced import whole_function
+from fxcapture.runtime.traced import NotTracedError, whole_function
 from fxcapture.runtime.whole_run import WholeDelivery
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
@@ -306,6 +306,8 @@ class DynamoProgram:
         compiled = len(self._graphs)
         try:
             output = run_whole(inputs or None, *args, **kwargs)
+        except NotTracedError:
+            return None
         except Exception as error:
             if call.started:
                 raise  # the model's own error, from the running graph

@@ -10,13 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from fxcapture.reductions import Reducers, bind_inputs
 from fxcapture.trace.mark import emit_mark, input_named
 from fxcapture.trace.scope import enter, leave
 
-__all__ = ["call_function", "call_model", "whole_function"]
+__all__ = ["NotTracedError", "call_function", "call_model", "whole_function"]
+
+
+class NotTracedError(Exception):
+    """Dynamo ran a function that is there to be traced, and nothing has run yet.
+
+    So it does under a dispatch mode, and where the user has told it to compile nothing.
+    """
 
 
 def whole_function(
@@ -38,9 +46,9 @@ def whole_function(
         keep_output: Whether to return the model's output, or ``None``.
     """
 
-    def captured(  # traced, never executed
-        inputs: Any, /, *args: Any, **kwargs: Any
-    ) -> Any:
+    def captured(inputs: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_dynamo_compiling():
+            raise NotTracedError  # what follows is traced, never executed
         saved = enter(model, steps(), emit_mark, bind_inputs(reducers, inputs))
         for name in late:
             given = [] if inputs[name] is None else [inputs[name]]

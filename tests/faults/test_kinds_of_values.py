@@ -305,6 +305,10 @@ def test_a_reduction_gets_a_container_whole(settings: dict[str, Any]) -> None:
         for hook in hooks:
             hook.remove()
         tap = fxc.Tap("layers.*", reduce=lambda o: o[0] + o[1])
-        records = fxc.compile(model, {"h": tap}, backend="eager", **settings)(x).records
-    for got, want in zip(records["h"], expected, strict=True):
-        torch.testing.assert_close(got, want)
+        captured = fxc.compile(model, {"h": tap}, backend="eager", **settings)
+        fn, params, buffers = fxc.functional(model, {"h": tap})
+        exported = fxc.export(model, (x,), spec={"h": tap})
+        ways = [captured(x), fn(params, buffers, x), exported(x)]
+    for _, records in ways:
+        for got, want in zip(records["h"], expected, strict=True):
+            torch.testing.assert_close(got, want)

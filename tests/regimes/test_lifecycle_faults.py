@@ -12,11 +12,13 @@ import gc
 import io
 import threading
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 import fxcapture as fxc
 from tests.regimes.blocks import Block, Stack, left_behind
@@ -471,3 +473,42 @@ def test_a_captured_model_can_be_saved_after_calls():
     loaded = torch.load(file, weights_only=False)
 
     torch.testing.assert_close(loaded(x), model(x))
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls.add_(1)
+        return self.linear(x)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "nothing_compiled",
+    [
+        lambda: FlopCounterMode(display=False),
+        lambda: torch._dynamo.config.patch(disable=True),
+        lambda: torch.compiler.set_stance("force_eager"),
+        lambda: torch.compiler.set_stance("eager_on_recompile"),
+    ],
+)
+def test_a_model_runs_once_where_dynamo_compiles_nothing(nothing_compiled: Any) -> None:
+    """It ran twice, or nothing of it was said to be called."""
+    model, x = Counting(), torch.ones(2, 4)
+    captured = fxc.compile(model, {"l": "linear"}, backend="eager")
+    with nothing_compiled():
+        output, records = captured(x)
+
+    assert model.calls == 1
+    assert torch.equal(records["l"][0], output)
+    captured(x)  # compiles, where torch has not noted the function as one to skip
+    with nothing_compiled():
+        output, records = captured(x)
+    assert model.calls == 3
+    assert torch.equal(records["l"][0], output)
