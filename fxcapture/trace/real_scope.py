@@ -135,6 +135,7 @@ class RealScope:
         self._overridden: list[nn.Module] = []
         self._states: list[tuple[bool, bool]] = []
         self._groups: dict[Any, tuple[str, Callable[..., Any]]] = {}
+        self._of_regions: dict[tuple[str, bool], Callable[..., Any]] = {}
         self._members: dict[str, str] = {}
         self._token_of: dict[str, torch.Tensor] = {}
         self._path_of: dict[int, str] = {}
@@ -223,10 +224,17 @@ class RealScope:
 
     def _region(self, module: nn.Module, key: str) -> Override:
         original = f"{self._name}_region"
+        kind = (key, "_orig_mod" in module._modules)
+        if kind not in self._of_regions:
+            made = self._region_method(original, *kind)
+            self._of_regions[kind] = _torch.own_code(made, f"region_{key}")
+        return Override(module, key, self._of_regions[kind], {original: None})
+
+    def _region_method(
+        self, original: str, key: str, wrapped: bool
+    ) -> Callable[..., Any]:
+        """An override that serves every region of one kind; Dynamo compiles it once."""
         run_region, in_flight = self._run_region, self._in_flight
-        # A scripted module's table of children has no ``get``.
-        inner = module._modules
-        wrapped = inner["_orig_mod"] if "_orig_mod" in inner else None  # noqa: SIM401
         in_place = key == "_compiled_call_impl"
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -234,8 +242,8 @@ class RealScope:
             if not _torch.is_traced() and not _torch.outside_dynamo(in_flight):
                 below = self.__dict__.get(original) or getattr(self, key)
                 return below(*args, **kwargs)
-            if wrapped is not None:
-                below = wrapped
+            if wrapped:
+                below = self._orig_mod
             elif in_place:
                 below = self._call_impl  # type: ignore[no-untyped-call]
             else:
@@ -244,8 +252,7 @@ class RealScope:
                 return below(*args, **kwargs)
             return run_region(type(self), below, *args, **kwargs)
 
-        made = _torch.own_code(forward, f"region_{key}")
-        return Override(module, key, made, {original: None})
+        return forward
 
     def _make(
         self, target: Target, module: nn.Module, runs: RunRegion | None

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from torch._dynamo.testing import CompileCounter
-from transformers import LlamaForCausalLM, LlamaModel
+from transformers import LlamaForCausalLM, LlamaModel, monkey_patching
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.utils import generic, output_capturing
@@ -98,7 +98,7 @@ def test_compiled_cold_with_fullgraph_is_one_graph(name: str) -> None:
 
 def test_uninstalling_puts_every_name_and_class_back() -> None:
     def state() -> dict[str, Any]:
-        monkey = transformers.monkey_patching
+        monkey = monkey_patching
         found: dict[str, Any] = {
             f"{module.__name__}.{name}": value
             for module in (
@@ -179,7 +179,7 @@ def test_every_name_of_the_module_it_stands_in_for_is_there(installed: None) -> 
     assert selected_hidden_states(0) == [0]
     assert resolve_hidden_states_indices(model, [0, -1, 9]) == {0, 2}
     assert resolve_hidden_states_indices(model, [-1], 5) == {4}
-    assert transformers.monkey_patching.get_patch_mapping is patching.get_patch_mapping
+    assert monkey_patching.get_patch_mapping is patching.get_patch_mapping
 
 
 # ------------------------------------------------- where we do not follow, row by row
