@@ -38,6 +38,7 @@ from fxcapture.spec.capture_spec import CaptureSpec as CaptureSpec
 from fxcapture.spec.tap import Tap as Tap
 from fxcapture.testing import Verification as Verification
 from fxcapture.testing import verify as verify
+from fxcapture.trace.listen import named as named
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "load_package",
     "load_records",
     "merge_with_config_defaults",
+    "named",
     "patch_output_recorders",
     "recording",
     "reductions",

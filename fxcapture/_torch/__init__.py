@@ -30,6 +30,11 @@ from fxcapture._torch.dynamo import (
     untraced,
 )
 from fxcapture._torch.fakes import fake_mode, is_fake, no_data_errors
+from fxcapture._torch.function_modes import (
+    call_without_modes,
+    function_mode,
+    num_function_modes,
+)
 from fxcapture._torch.graphs import (
     copy_node_source,
     extend_pytree_output,
@@ -57,7 +62,13 @@ from fxcapture._torch.modules import (
     share_tables,
     unwrap_optimized,
 )
-from fxcapture._torch.operators import flop_formula, is_higher_order, schemas_of
+from fxcapture._torch.operators import (
+    flop_formula,
+    is_higher_order,
+    operator_name_of,
+    schemas_of,
+    schemas_of_name,
+)
 from fxcapture._torch.pytrees import (
     flatten_arguments,
     map_nodes,
@@ -87,6 +98,7 @@ __all__ = [
     "aoti_load",
     "aoti_package",
     "call_uncompiled",
+    "call_without_modes",
     "constant",
     "copy_node_source",
     "extend_pytree_output",
@@ -95,6 +107,7 @@ __all__ = [
     "fake_mode_of_values",
     "flatten_arguments",
     "flop_formula",
+    "function_mode",
     "graph_module_like",
     "has_forward_hooks",
     "has_forward_pre_hooks",
@@ -120,6 +133,8 @@ __all__ = [
     "map_nodes",
     "no_data_errors",
     "no_tracing",
+    "num_function_modes",
+    "operator_name_of",
     "out_of_sight",
     "output_paths",
     "output_spec_with",
@@ -134,6 +149,7 @@ __all__ = [
     "resolve_backend",
     "reuses_outputs",
     "schemas_of",
+    "schemas_of_name",
     "share_tables",
     "skip_untraced",
     "storage_id",

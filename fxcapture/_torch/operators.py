@@ -11,7 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["flop_formula", "is_higher_order", "schemas_of"]
+__all__ = [
+    "flop_formula",
+    "is_higher_order",
+    "operator_name_of",
+    "schemas_of",
+    "schemas_of_name",
+]
 
 
 def is_higher_order(node: fx.Node) -> bool:
@@ -32,6 +38,24 @@ def schemas_of(target: Any) -> tuple[Any, ...]:
         names = target.overloads()  # type: ignore[no-untyped-call]
         return tuple(getattr(target, name)._schema for name in names)
     return ()
+
+
+def schemas_of_name(name: str) -> tuple[Any, ...]:
+    """Schemas of torch's own operator of a name; empty if there is none."""
+    return schemas_of(getattr(torch.ops.aten, name, None))
+
+
+def operator_name_of(called: Any) -> str | None:
+    """The name of an operator without its overload; ``None`` for anything else.
+
+    Empty for operators that take sub-graphs, which no code calls by that name, but for
+    ``flex_attention``.
+    """
+    if isinstance(called, torch._ops.OpOverload):
+        return str(called.overloadpacket.__name__)
+    if isinstance(called, torch._ops.HigherOrderOperator):
+        return "flex_attention" if called.name() == "flex_attention" else ""
+    return None
 
 
 def flop_formula(target: Any) -> Callable[..., Any] | None:

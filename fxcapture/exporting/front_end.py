@@ -26,9 +26,9 @@ from fxcapture.plan.match import reducers_of
 from fxcapture.reductions import Reducers
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import allow_marks, emit_mark
-from fxcapture.trace.observe import Target
 from fxcapture.trace.scope import Saved, enter, undo, way_to
 from fxcapture.trace.signature import describe_forward
+from fxcapture.trace.target import Target
 
 __all__ = ["overridden", "trace"]
 
@@ -77,6 +77,7 @@ def overridden(
                 emit_mark,
                 late,
                 into=saved,
+                listens=True,
             )
             if places:
                 saved.others.append(

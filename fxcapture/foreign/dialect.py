@@ -42,8 +42,8 @@ from fxcapture.plan.sites import Site, SiteTable, Value
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.tap import Tap
 from fxcapture.trace.mark import ENTRY, MARK, RESULT, Mark, received, reduced
-from fxcapture.trace.observe import Request
 from fxcapture.trace.structure_text import encode, parse
+from fxcapture.trace.target import Request
 
 __all__ = ["Dialect", "prepare"]
 

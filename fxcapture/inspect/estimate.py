@@ -233,7 +233,7 @@ def estimate(
         fakes,
         positional,
         named,
-        bound.targets,
+        bound.listening,
         reducers_of(spec),
         lambda args, kwargs: find_inputs(spec, shadow, args, kwargs, None),
     )

@@ -136,7 +136,15 @@ def trace(
         named = inputs_of(call_args, call_kwargs) if inputs_of else {}
         saved = Saved([], [])
         try:
-            enter(model, steps, emit_mark, bind_inputs(reducers, named), True, saved)
+            enter(
+                model,
+                steps,
+                emit_mark,
+                bind_inputs(reducers, named),
+                True,
+                saved,
+                listens=True,
+            )
             output = model(*call_args, **call_kwargs)
         finally:
             leave(saved)

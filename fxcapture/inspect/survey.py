@@ -209,7 +209,7 @@ def sites(
         site_of(
             call,
             path=call.result.path,
-            class_name=bound.classes.get(call.result.path, ""),
+            classes=bound.classes,
             type_of=_type_of,
             size_of=_constant,
         )

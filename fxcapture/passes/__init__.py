@@ -2,6 +2,7 @@
 
 =====================  ===============================================================
 ``collect_marks``      read the sites of a marked graph (an analysis)
+``mark_functions``     mark the function calls that are tapped
 ``insert_taps``        copy each wanted value at its mark
 ``compute_weights``    compute attention weights beside fused calls (part of the former)
 ``flag_branches``      tell which branch of a conditional ran
@@ -46,6 +47,7 @@ from fxcapture.passes.flag_branches import flag_branches
 from fxcapture.passes.insert_taps import insert_taps
 from fxcapture.passes.leave_transforms import leave_transforms
 from fxcapture.passes.lift_taps import lift_taps
+from fxcapture.passes.mark_functions import mark_functions
 from fxcapture.passes.prune_unneeded import prune_unneeded
 from fxcapture.passes.share_mask_conversion import share_mask_conversion
 from fxcapture.passes.verify_graph import verify_graph
@@ -69,6 +71,7 @@ __all__ = [
     "leave_transforms",
     "lift_taps",
     "locate_tokens",
+    "mark_functions",
     "mark_sites",
     "prune_unneeded",
     "reuses_bodies",

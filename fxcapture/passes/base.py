@@ -27,6 +27,7 @@ from fxcapture.plan.plan import Leaf
 from fxcapture.trace.mark import MARK, emit_mark
 
 __all__ = [
+    "MADE",
     "TAP",
     "PassResult",
     "TapKey",
@@ -37,6 +38,8 @@ __all__ = [
     "walk",
 ]
 
+#: Metadata key of a node of this package's own, which goes if nothing uses it.
+MADE = "fxcapture_made"
 #: Metadata key of a tap node; the value is a :class:`TapKey`.
 TAP = "fxcapture_tap"
 

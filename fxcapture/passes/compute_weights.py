@@ -16,11 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from fxcapture import _torch
-from fxcapture.errors import UnreachableValueError, UnsupportedOutputError
 from fxcapture.passes.analyses.collect_marks import GraphCall, graph_inputs
 from fxcapture.passes.analyses.fused_calls import FusedNode, read_call
-from fxcapture.passes.inline import inline
+from fxcapture.passes.compute import compute, example_of, input_out_of_reach, is_aten
 from fxcapture.plan.match import reducers_of
 from fxcapture.plan.plan import Leaf
 from fxcapture.reductions import Reduction
@@ -100,68 +98,36 @@ def _compute(
     fused: FusedNode, asked: WeightsWanted, source: fx.Node | None, kind: str
 ) -> FusedNode:
     if source is not None and source.graph is not fused.node.graph:
-        raise UnreachableValueError(
-            f"{kind}: the reduction needs the input {asked.source!r} inside of a "
-            "higher-order operator's body",
-            why="the fused call stands in that body, and the input outside of it",
-            remedy="record the weights whole and reduce them after the call",
-        )
+        raise input_out_of_reach(kind, str(asked.source), "fused call")
     call = read_call(fused)
     nodes: list[fx.Node] = []
-    values: Any = tuple(call)
-    fx.map_arg(values, nodes.append)
-    nodes = list(dict.fromkeys(nodes))
-    examples = [n.meta.get("val", n.meta.get("example_value")) for n in nodes]
-    aten = "val" in fused.node.meta
+    fx.map_arg(tuple(call), nodes.append)
     saving = (
-        not aten
+        not is_aten(fused.node)
         and not isinstance(call, FlexCall)
         and all(
             t.device.type == "cpu" and not t.requires_grad
-            for t in examples
+            for t in map(example_of, nodes)
             if isinstance(t, torch.Tensor)
         )
     )
-    if source is not None:
-        nodes.append(source)
-        examples.append(source.meta.get("val", source.meta.get("example_value")))
-
     kind_of_call: Any = type(call)
 
-    def attention_weights_of(*tensors: Any) -> torch.Tensor:
-        found = dict(zip(nodes, tensors, strict=True))
-        given = kind_of_call(*fx.map_arg(values, found.__getitem__))
-        made = attention_weights(given, asked.part, saving)
+    def weights_of(values: Any) -> torch.Tensor:
+        given, given_source = values
+        made = attention_weights(kind_of_call(*given), asked.part, saving)
         if asked.reduce is None:
             return made
         if asked.source is None:
-            made = asked.reduce(made)
-        else:
-            made = asked.reduce(made, None if source is None else found[source])
-        return made.clone() if keeps_more else made
+            return asked.reduce(made)
+        return asked.reduce(made, given_source)
 
-    keeps_more = False
-    graph = fused.node.graph
-    # Not ``inserting_after``, which would put several nodes in reverse.
-    with graph.inserting_before(fused.node.next):
-        if aten:
-            node = inline(graph, attention_weights_of, *nodes)
-        else:
-            with _torch.fake_mode_of_values(examples):
-                example = attention_weights_of(*examples)
-            if not isinstance(example, torch.Tensor):
-                raise UnsupportedOutputError(
-                    f"{kind}: the reduction made {type(example).__name__} of the "
-                    "attention weights",
-                    why="a reduction has to return a tensor",
-                    remedy="return a tensor from it, or drop reduce=",
-                )
-            size = example.numel() * example.element_size()
-            whole = example.untyped_storage().nbytes()
-            keeps_more = not _torch.surely_equal(size, whole)
-            node = graph.call_function(attention_weights_of, tuple(nodes))
-            node.meta["example_value"] = example
-    for key in ("nn_module_stack", "stack_trace"):
-        if key in fused.node.meta:
-            node.meta.setdefault(key, fused.node.meta[key])
+    node = compute(
+        weights_of,
+        (tuple(call), source),
+        before=fused.node.next,
+        like=fused.node,
+        kind=kind,
+        what="the attention weights",
+    )
     return FusedNode(fused.owner, node)

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from fxcapture.passes.analyses.collect_marks import mark_of
-from fxcapture.passes.base import PassResult, bodies, is_mark
-from fxcapture.trace.mark import BEGIN, ENDS, INPUT
+from fxcapture.passes.base import MADE, PassResult, bodies, is_mark
+from fxcapture.trace.mark import BEGIN, ENDS, INPUT, NAMED
 
 __all__ = ["erase_marks"]
 
@@ -33,16 +33,18 @@ def erase_marks(gm: fx.GraphModule) -> PassResult:
     for node in gm.graph.nodes:
         if is_mark(node):
             mark = mark_of(node)
-            if mark.kind in ENDS or mark.kind.startswith(INPUT):
+            if mark.kind in (*ENDS, NAMED) or mark.kind.startswith(INPUT):
                 own.update(mark.tensors)
     # In reverse, so that a copy of a copy (of an outer module's input) goes first.
     for node in reversed(list(gm.graph.nodes)):
         if is_mark(node):
             mark = mark_of(node)
             gm.graph.erase_node(node)
-            if mark.kind not in (BEGIN, *ENDS):
+            if mark.kind not in (BEGIN, NAMED, *ENDS):
                 _erase_derived(mark.tensors, own)
             modified = True
+        elif MADE in node.meta and not node.users:
+            gm.graph.erase_node(node)
     return PassResult(gm, modified)
 
 

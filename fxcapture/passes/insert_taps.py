@@ -73,7 +73,9 @@ def insert_taps(
                 source, behind = _source(call, leaf), call.nodes[leaf.kind]
             what = marked.sites[site].describe()
             with behind.graph.inserting_before(behind):
-                copies[key] = _tap_tensor(behind, source, key, aliases, what)
+                # What a function receives was copied by nobody but the model.
+                ours = marked.sites[site].index is None
+                copies[key] = _tap_tensor(behind, source, key, aliases, what, ours)
             modified = True
         for size, site in sizes.get(position, {}).items():
             mark = call.nodes[size[0]]
@@ -88,7 +90,12 @@ def _source(call: GraphCall, leaf: Leaf) -> fx.Node:
 
 
 def _tap_tensor(
-    at: fx.Node, source: fx.Node, key: TapKey, aliases: Aliases, what: str
+    at: fx.Node,
+    source: fx.Node,
+    key: TapKey,
+    aliases: Aliases,
+    what: str,
+    ours: bool,
 ) -> str:
     """Add one tap; returns whether it copies, and why."""
     leaf = key.leaf
@@ -100,7 +107,7 @@ def _tap_tensor(
     converts = steps[-1:] and steps[-1][0] == "to" and _converts(example, leaf)
     if not converts:
         steps = [step for step in steps if step[0] != "to"]
-    copied_before = _is_copy(source, leaf) and TAP not in source.meta
+    copied_before = ours and _is_copy(source, leaf) and TAP not in source.meta
     if converts:
         reason = "converted"
     elif copied_before:

@@ -26,6 +26,7 @@ __all__ = [
     "find_places",
     "input_finder",
     "read_inputs",
+    "sources_in_graphs",
     "sources_of",
 ]
 
@@ -40,6 +41,19 @@ def sources_of(spec: CaptureSpec) -> dict[str, tuple[str, Reduction]]:
         for name, tap in spec.items()
         if isinstance(tap.reduce, Reduction) and tap.reduce.source is not None
     }
+
+
+def sources_in_graphs(spec: CaptureSpec) -> tuple[str, ...]:
+    """The inputs of reductions that passes write into a graph: these are marked."""
+    return tuple(
+        dict.fromkeys(
+            tap.reduce.source
+            for tap in spec.values()
+            if isinstance(tap.reduce, Reduction)
+            and tap.reduce.source is not None
+            and (tap.attention is not None or tap.function is not None)
+        )
+    )
 
 
 def find_inputs(

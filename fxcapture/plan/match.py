@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import final
 
 import torch
@@ -21,11 +21,12 @@ from fxcapture.errors import ElementError, NeverCalledError, nearest
 from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
 from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.function import module_of, site_path
 from fxcapture.spec.module_table import ModuleTable
 from fxcapture.spec.recorded import Recorded
 from fxcapture.spec.tap import Tap
-from fxcapture.trace.observe import Request, Target, override_keys
 from fxcapture.trace.signature import describe_forward, has_forward
+from fxcapture.trace.target import FunctionTarget, Request, Target, override_keys
 
 __all__ = ["Match", "entry_name", "match", "reducers_of", "request_of", "takes_entry"]
 
@@ -45,6 +46,9 @@ class Match:
         attention: Path to the attention weights wanted of it, by record.
         likenesses: Path to what decides which values its marks carry.
         recorded: What a declaration takes of each module of a record.
+        functions: Path to the function calls wanted of what runs inside the module.
+        inner: The modules inside of those, whose function calls are their own; tapped
+            in no other way.
         inside_fused: A target stands inside a ``nn.TransformerEncoderLayer``, whose
             fused kernel for inference calls none of its submodules.
     """
@@ -60,17 +64,26 @@ class Match:
     )
     likenesses: Mapping[str, Hashable] = dataclasses.field(default_factory=dict)
     recorded: Mapping[str, Recorded] = dataclasses.field(default_factory=dict)
+    functions: Mapping[str, tuple[FunctionTarget, ...]] = dataclasses.field(
+        default_factory=dict
+    )
+    inner: tuple[Target, ...] = ()
+
+    @functools.cached_property
+    def listening(self) -> tuple[Target, ...]:
+        """The targets where function calls are marked while they run."""
+        return (*self.targets, *self.inner)
 
     @functools.cached_property
     def _records(self) -> dict[str, tuple[str, ...]]:
         return {
-            t.path: tuple(
+            path: tuple(
                 name
                 for name, paths in self.paths.items()
-                if t.path in paths
-                for _ in range(self._entries_of(name, t.path))
+                if path in paths
+                for _ in range(self._entries_of(name, path))
             )
-            for t in self.targets
+            for path in self.entries
         }
 
     def _entries_of(self, record: str, path: str) -> int:
@@ -151,21 +164,29 @@ def match(
     table = ModuleTable(model)
     paths: dict[str, tuple[str, ...]] = {}
     entries: dict[str, dict[int | str, None]] = {}
+    names: dict[str, dict[str, None]] = {}
     for name, tap in spec.items():
         found = tap.target.match(table, optional=tap.optional)
         found = tuple(p for p in found if _callable_or_named(p, table, tap, name))
+        entry = entry_name(tap)
+        for path in found:
+            if tap.function is None:
+                if entry is not None:
+                    _check_parameter(table.first[path][1], entry, path, tap, name)
+            else:
+                entries.setdefault(path, {})
+                names.setdefault(path, {}).setdefault(tap.function.name)
+        if tap.function is not None:
+            found = tuple(site_path(p, tap.function.name) for p in found)
         paths[name] = found
         for path in found:
             wanted = entries.setdefault(path, {})
-            entry = entry_name(tap)
             if entry is not None:
-                _check_parameter(table.first[path][1], entry, path, tap, name)
                 wanted.setdefault(entry)
     targets = []
     requests: dict[str, tuple[Request, ...]] = {}
     attention: dict[str, tuple[tuple[str, Attention], ...]] = {}
     for path, wanted in entries.items():
-        real_path, module = table.first[path]
         order = tuple(wanted)
         attention[path] = tuple(
             (name, asked)
@@ -181,12 +202,26 @@ def match(
             and spec[name].reduce is not None
             and spec[name].attention is None
         )
+    functions = {
+        path: tuple(
+            _function_target(site_path(path, n), n, spec, paths, entries, requests)
+            for n in found
+        )
+        for path, found in names.items()
+    }
+    listeners = _inside(functions, table)
+    for path, wanted in entries.items():
+        if path not in table.first:
+            continue  # a function's
+        real_path, module = table.first[path]
+        order = tuple(wanted)
         keys = keys_of(module)
         fused = any(
             tap.recorded is not None and path in tap.recorded.fused
             for tap in spec.values()
         )
         parameters = describe_forward(module)
+        heard = functions.get(path, () if path in listeners else None)
         for key in keys:
             # Of a pair, the inner override sees what forward received, the outer what
             # the caller gets.
@@ -203,18 +238,24 @@ def match(
                     else requests[path],
                     attention=() if outer else attention[path],
                     drops=("output_attentions",) if fused and not outer else (),
+                    functions=() if outer and heard else heard,
                 )
             )
     return Match(
         paths=paths,
         targets=tuple(targets),
-        classes={p: type(table.first[p][1]).__name__ for p in entries},
+        classes={
+            p: type(table.first[p if p in table.first else module_of(p)][1]).__name__
+            for p in entries
+        },
         requests=requests,
         entries={p: tuple(w) for p, w in entries.items()},
         attention=attention,
         likenesses={
             path: frozenset(
-                _kind(spec[n]) for n, found in paths.items() if path in found
+                _kind(spec[n])
+                for n, found in paths.items()
+                if any(path in (p, module_of(p)) for p in found)
             )
             for path in entries
         },
@@ -229,7 +270,56 @@ def match(
             )
             for entry in table.candidates()
         ),
+        functions=functions,
+        inner=tuple(
+            Target(
+                path=path,
+                real_path=tuple(table.first[path][0].split(".")),
+                key=keys_of(table.first[path][1])[-1],
+                functions=(),
+                silent=True,
+            )
+            for path in listeners
+            if path not in entries and has_forward(table.first[path][1])
+        ),
     )
+
+
+def _function_target(
+    path: str,
+    name: str,
+    spec: CaptureSpec,
+    paths: Mapping[str, tuple[str, ...]],
+    entries: Mapping[str, Mapping[int | str, None]],
+    requests: Mapping[str, tuple[Request, ...]],
+) -> FunctionTarget:
+    """How the calls of a function at a path are tapped, by all records together."""
+    indices: set[int] | None = set()
+    for record, found in paths.items():
+        function = spec[record].function
+        if path not in found or function is None or indices is None:
+            continue
+        if function.index is None or function.counts_from_end:
+            indices = None  # which one it is, is known when the module returns
+        else:
+            indices.add(function.index)
+    return FunctionTarget(
+        name=name,
+        indices=None if indices is None else tuple(sorted(indices)),
+        entries=tuple(entries[path]),
+        requests=requests[path],
+    )
+
+
+def _inside(modules: Iterable[str], table: ModuleTable) -> dict[str, None]:
+    """Paths of the modules inside of some, without these themselves."""
+    first = {id(module): path for path, (_, module) in table.first.items()}
+    return {
+        first[id(inner)]: None
+        for path in modules
+        for inner in table.first[path][1].modules()
+        if inner is not table.first[path][1] and id(inner) in first
+    }
 
 
 def _returns_weights(tap: Tap, path: str) -> bool:

@@ -15,6 +15,7 @@ from fxcapture.errors import (
     TargetNotFoundError,
     nearest,
 )
+from fxcapture.plan.function_hits import check_called_inside, function_hits
 from fxcapture.plan.match import Match
 from fxcapture.plan.plan import Plan, RecordPlan, Slot
 from fxcapture.plan.sites import Site
@@ -97,16 +98,17 @@ def _resolve_record(
     select: Any,
 ) -> RecordPlan:
     paths = frozenset(bound.paths[name])
-    hits = [
-        (i, output)
-        for i, site in enumerate(sites)
-        if site.path in paths
-        for output in elements_of(tap, site.path)
-    ]
+    if tap.function is None:
+        found = [i for i, site in enumerate(sites) if site.path in paths]
+    else:
+        found = function_hits(tap.function, paths, sites)
+    hits = [(i, o) for i in found for o in elements_of(tap, sites[i].path)]
     if not tap.optional:
         called = {sites[i].path for i, _ in hits}
         missing = [p for p in bound.paths[name] if p not in called]
-        if missing:
+        if missing and tap.function is not None:
+            check_called_inside(name, tap, bound, missing, sites)
+        elif missing:
             raise _never_called(name, tap, bound, missing, sites)
     initial = tap.initial and bool(hits)
     if tap.recorded is not None and hits:
@@ -144,11 +146,12 @@ def _positions(name: str, tap: Tap, select: Any, length: int) -> frozenset[int]:
         what = ", ".join(map(str, outside))
         raise SelectionError(
             f"record {name!r}: position {what} does not exist",
-            why=f"{tap.target} was called {length - (tap.initial and length > 0)} times"
+            why=f"{tap.written} was called {length - (tap.initial and length > 0)} "
+            + "times"
             + (" and the initial input is position 0" if tap.initial else "")
             + f", so positions run from {-length} to {length - 1}"
             if length
-            else f"{tap.target} has no hit in this run",
+            else f"{tap.written} has no hit in this run",
             remedy="select a position in that range, or pass optional=True",
         )
     return frozenset(i % length for i in select if -length <= i < length)

@@ -17,7 +17,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final, overload
 
 from fxcapture.plan.printing import preformatted
-from fxcapture.trace.mark import BEGIN, ENDS, ENTRY, HOOKED, INPUT, RESULT, Mark
+from fxcapture.spec.function import at_module, split_numbered
+from fxcapture.trace.mark import (
+    BEGIN,
+    CALLS,
+    ENDS,
+    ENTRY,
+    HOOKED,
+    INPUT,
+    NAMED,
+    RESULT,
+    RETURNED,
+    Mark,
+)
 from fxcapture.trace.structure import Structure
 from fxcapture.trace.structure_text import parse
 
@@ -70,6 +82,10 @@ class Site:
             groups of marks: arguments stand in the first, the result in the second.
         fused_calls: Number of fused attention calls in its span; ``None`` if the span
             is not known.
+        index: Of a function's call: which one it is of the module call around it, from
+            0; ``None`` for a module's.
+        functions: Names of the functions that the module itself called, in order, where
+            any is tapped; else ``None``.
     """
 
     path: str
@@ -85,6 +101,8 @@ class Site:
     region: tuple[str, ...] = ()
     hooked: bool = False
     fused_calls: int | None = None
+    index: int | None = None
+    functions: tuple[str, ...] | None = None
 
     @property
     def arguments(self) -> Structure:
@@ -204,7 +222,7 @@ def group_marks(marks: Iterable[Mark]) -> list[CallMarks]:
     for mark in marks:
         if mark.kind == BEGIN:
             begun.setdefault((mark.token, mark.path), []).append(mark)
-        elif mark.kind.startswith(INPUT):
+        elif mark.kind == NAMED or mark.kind.startswith(INPUT):
             continue
         elif not mark.ends:
             group[mark.kind] = mark
@@ -223,7 +241,7 @@ def site_of(
     call: CallMarks,
     *,
     path: str,
-    class_name: str,
+    classes: Mapping[str, str],
     type_of: Callable[[Any], tuple[Sequence[int | str], str]],
     size_of: Callable[[Any], int | None],
     graph: int | None = None,
@@ -234,8 +252,8 @@ def site_of(
 
     Args:
         call: Its marks.
-        path: The module's path; a mark's own may be that of its group.
-        class_name: The module's class.
+        path: The call's path, as marks bear it; a mark's own may be that of a group.
+        classes: Path to the module's class.
         type_of: Shape and dtype of a tensor leaf, or of the node that stands for it.
         size_of: An integer leaf; ``None`` where it is symbolic.
         graph: Number of the graph that holds the marks.
@@ -245,9 +263,11 @@ def site_of(
     values = {
         kind: Value(mark.structure, tuple([size_of(s) for s in mark.sizes]))
         for kind, mark in call.marks.items()
-        if kind != BEGIN
+        if kind not in (BEGIN, RETURNED, CALLS)
     }
     result = values.pop(RESULT)
+    names = call.marks.get(CALLS)
+    path, index = split_numbered(path)
     types = [type_of(leaf) for leaf in call.result.tensors]
     return Site(
         path=path,
@@ -258,10 +278,14 @@ def site_of(
         graph=graph,
         shapes=tuple([tuple(shape) for shape, _ in types]),
         dtypes=tuple([dtype for _, dtype in types]),
-        class_name=class_name,
+        class_name=classes.get(path, ""),
         region=region,
         hooked=call.hooked,
         fused_calls=fused_calls,
+        index=index,
+        functions=None
+        if names is None
+        else tuple(parse(names.structure).value.split()),
     )
 
 
@@ -293,6 +317,7 @@ def pair_hooked(
                     # Of a kind that both have, what stands behind the hooks.
                     derived=tuple((dict(before.derived) | dict(site.derived)).items()),
                     fused_calls=before.fused_calls,
+                    functions=before.functions,
                 )
             )
             marks.append((marks[inner][0], i))
@@ -305,6 +330,7 @@ def pair_hooked(
 
 def of_module(site: Site, path: str, classes: Mapping[str, str]) -> Site:
     """The same call, of the module at another path."""
+    path = at_module(site.path, path)
     if site.path == path:
         return site
     return dataclasses.replace(site, path=path, class_name=classes.get(path, ""))

@@ -97,7 +97,10 @@ class Call:
             chosen = dict(self.selection)
             self._made = {
                 name: Window(
-                    chosen.get(name, tap.select),
+                    # Which calls count is known when their module has returned.
+                    None
+                    if tap.function is not None and tap.function.counts_from_end
+                    else chosen.get(name, tap.select),
                     tap.initial,
                     tap.point == "input",
                     None if tap.recorded is None else tap.recorded.initial,

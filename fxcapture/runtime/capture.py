@@ -32,6 +32,7 @@ from fxcapture.runtime.call import Call, call_in_flight, eager_call_in_flight
 from fxcapture.runtime.in_flight import Again, InFlight
 from fxcapture.runtime.observation import Observation
 from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.function import at_module, module_of
 from fxcapture.spec.selector import Selector
 from fxcapture.trace.eager_scope import EagerScope
 from fxcapture.trace.mark import ENTRY, ORIGINAL, Mark
@@ -136,8 +137,8 @@ class Capture:
     # -- while a call runs ---------------------------------------------------------
 
     def representative(self, path: str) -> str:
-        """A module that a mark's path stands for."""
-        return self._scope.representative(path)
+        """Path of a module that a mark's path stands for."""
+        return self._scope.representative(module_of(path))
 
     def path_of_token(self, token: torch.Tensor) -> str:
         """The path of the module that a token stands for."""
@@ -151,7 +152,16 @@ class Capture:
         It is not if forward hooks are still to see the call.
         """
         final = site.hooked or not bound.is_hooked(site.path)
-        return bound.records_of(site.path), final
+        records = bound.records_of(site.path)
+        if site.index is not None:
+            records = tuple(n for n in records if self._may_want(n, site.index))
+        return records, final
+
+    def _may_want(self, record: str, index: int) -> bool:
+        """Whether a record may want the function call of a number."""
+        function = self.spec[record].function
+        assert function is not None
+        return function.counts_from_end or function.index in (None, index)
 
     def join_checkpoint(self, call: Call) -> None:
         """Run alike when the checkpoint that a call is in computes anew.
@@ -187,6 +197,7 @@ class Capture:
         path = self._scope.path_of_token(marks[-1].token)
         if path is None:
             return  # of another capture, whose call is not in flight
+        path = at_module(marks[-1].path, path)
         if torch.is_grad_enabled():
             self.join_checkpoint(call)
         original = next((m for m in marks if m.kind == ORIGINAL), None)
@@ -201,7 +212,7 @@ class Capture:
             site = site_of(
                 parts,
                 path=path,
-                class_name=bound.classes.get(path, ""),
+                classes=bound.classes,
                 type_of=lambda tensor: ((), ""),
                 size_of=lambda size: None,
             )

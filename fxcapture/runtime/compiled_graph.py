@@ -34,6 +34,7 @@ from fxcapture.passes.analyses.collect_marks import MarkedSites
 from fxcapture.passes.base import TapKey
 from fxcapture.plan.plan import Leaf
 from fxcapture.runtime.call import Call, call_in_flight
+from fxcapture.trace.listen import innermost, unheard
 
 __all__ = [
     "NUMBER",
@@ -94,7 +95,7 @@ class Variant:
         """All outputs; copies to the host that the graph has queued are done."""
         if self.inputs is not None:
             args = [args[i] for i in self.inputs]
-        out = self.call(*args)
+        out = self.call(*args) if innermost() is None else unheard(self.call, args)
         if len(out) > self.num_own:
             for device in self.graph_module.meta.get(passes.WAITS, ()):
                 torch.accelerator.current_stream(device).synchronize()

@@ -28,8 +28,7 @@ from torch import fx, nn
 
 from fxcapture import _torch, passes
 from fxcapture.errors import FxCaptureError
-from fxcapture.passes.compute_weights import weights_wanted
-from fxcapture.plan.inputs import find_inputs
+from fxcapture.plan.inputs import find_inputs, sources_in_graphs
 from fxcapture.plan.match import Match, match, reducers_of
 from fxcapture.plan.records import Records
 from fxcapture.plan.resolve import resolve
@@ -38,6 +37,7 @@ from fxcapture.runtime.call import Call, call_in_flight, put_in_flight
 from fxcapture.runtime.capture import Capture
 from fxcapture.runtime.compiled_functions import CompiledFunctions
 from fxcapture.runtime.compiled_graph import CompiledGraph, kept_graph, kept_outputs
+from fxcapture.runtime.function_marks import mark_function_calls
 from fxcapture.runtime.hook_state import HookState
 from fxcapture.runtime.piece_run import FULL, PieceDelivery
 from fxcapture.runtime.program_backend import (
@@ -51,7 +51,7 @@ from fxcapture.runtime.whole_run import WholeDelivery
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.selector import Selector
 from fxcapture.trace.fused_layers import fused_attention
-from fxcapture.trace.mark import allow_marks
+from fxcapture.trace.mark import allow_marks, naming
 from fxcapture.trace.scope import restore_left_behind, way_to
 
 __all__ = ["DynamoProgram"]
@@ -116,7 +116,6 @@ class DynamoProgram:
         self._backend_given = backend
         #: Where the conversions cost memory; other backends run the graph as it is.
         self.share_masks = backend == "inductor"
-        self.attention = weights_wanted(spec)
         self._bound = match(spec, model)
         self._graphs: list[weakref.ref[CompiledGraph]] = []
         self._numbers = itertools.count()
@@ -215,7 +214,7 @@ class DynamoProgram:
     def _whole_function(self) -> Callable[..., Any]:
         model, keep_output = self.model, self.keep_output
         reducers, me = reducers_of(self.spec), weakref.ref(self)
-        late = tuple({w.source for w in self.attention.values() if w.source})
+        late = sources_in_graphs(self.spec)
 
         @_torch.constant
         def steps() -> Any:
@@ -223,6 +222,7 @@ class DynamoProgram:
             # trace, and a change that matters makes Dynamo trace again.
             program = _alive(me)
             program._bound = match(program.spec, model)
+            naming.set(bool(program._bound.functions))
             return way_to(
                 program.model, program._bound.targets, by_dynamo=True, outermost=True
             )
@@ -239,6 +239,7 @@ class DynamoProgram:
             if call.whole:
                 check_whole(gm)
             graph = kept_graph(gm)
+            mark_function_calls(graph, self.capture, self._bound, call.whole)
             if call.whole:
                 whole = WholeDelivery(
                     self.spec, self._bound, graph, number, self.keep_output
@@ -316,6 +317,7 @@ class DynamoProgram:
         finally:
             call.holder = None
             call_in_flight.reset(token)
+            naming.set(False)
         if len(self._graphs) != compiled:
             left = restore_left_behind(self.model, self._bound.targets)
             if left:

@@ -186,7 +186,7 @@ def collector(
 
     @_torch.constant
     def steps(by_dynamo: bool) -> Way:
-        return way_to(model, match(spec, model).targets, by_dynamo=by_dynamo)
+        return way_to(model, match(spec, model).listening, by_dynamo=by_dynamo)
 
     @_torch.constant
     def layout(shapes: Sequence[Shape], selection: Selection) -> Layout:
@@ -242,7 +242,7 @@ def observe(
 
     saved = Saved([], [])
     try:
-        enter(model, steps, keep, reducers, True, saved, asks)
+        enter(model, steps, keep, reducers, True, saved, asks, listens=True)
         output = call()
     finally:
         if torch.compiler.is_dynamo_compiling():
@@ -296,7 +296,7 @@ def layout_of(
             site_of(
                 call,
                 path=call.result.path,
-                class_name=bound.classes.get(call.result.path, ""),
+                classes=bound.classes,
                 type_of=lambda tensor: ((), ""),
                 size_of=lambda size: None,
             )

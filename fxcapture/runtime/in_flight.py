@@ -11,7 +11,7 @@ from typing import Any, final
 from fxcapture.runtime.call import Call, call_in_flight, put_in_flight
 from fxcapture.trace.eager_scope import EagerScope
 from fxcapture.trace.fused_layers import fused_attention
-from fxcapture.trace.mark import receiver
+from fxcapture.trace.mark import naming, receiver
 from fxcapture.trace.real_scope import Holder, RealScope
 
 __all__ = ["Again", "InFlight"]
@@ -77,6 +77,9 @@ class InFlight:
             if self._current is call_in_flight:
                 taking = receiver.set(self.call.take)
                 self._reset.append(lambda: receiver.reset(taking))
+            if isinstance(self._scope, RealScope) and self._scope.leaves_to_passes:
+                names = naming.set(True)
+                self._reset.append(lambda: naming.reset(names))
             self._holder = self.call.holder
             assert self._holder is not None
             self._scope.enter(self._holder)

@@ -24,8 +24,8 @@ from torch import nn
 from fxcapture import _torch
 from fxcapture.runtime.call import call_in_flight
 from fxcapture.runtime.recording import recording_of
-from fxcapture.trace.observe import find
 from fxcapture.trace.override import Override
+from fxcapture.trace.target import find
 
 __all__ = ["delegate", "watched"]
 

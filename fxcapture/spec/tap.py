@@ -18,6 +18,7 @@ from fxcapture.errors import SpecError, SpecTypeError, nearest
 from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
 from fxcapture.spec.documents import Reader, shorten
+from fxcapture.spec.function import Function, split_target
 from fxcapture.spec.positions import Positions, Slice, normalise_select
 from fxcapture.spec.recorded import Recorded
 from fxcapture.spec.selector import Selector
@@ -38,12 +39,17 @@ class Tap:
         Tap("layers.*", output=0, select=[0, -2], initial=True)
 
     Args:
-        target: See :mod:`fxcapture.spec.selector` for the grammar.
+        target: See :mod:`fxcapture.spec.selector` for the grammar.  With a function
+            call behind it (``"layers.*.mlp::silu"``, ``"layers.*::add[0]"``), the
+            values are what that function returned inside of the module, see
+            :mod:`fxcapture.spec.function`.
+        function: The same for a class, a predicate or a list:
+            ``Tap(LlamaAttention, function="scaled_dot_product_attention")``.
         output: Element of a tuple or list (int), key of a dict, field of a dataclass or
             named tuple (str).  What is not a container is taken whole by 0 alone.
             ``None``: the whole output, its structure kept.  With ``point="input"``: the
-            parameter of ``forward``, by position or name, however it was passed;
-            ``None`` means the first.
+            parameter of ``forward`` (or of the function), by position or name, however
+            it was passed; ``None`` means the first.
         select: Positions among the ordered hits of the record: int, ints, slice;
             negative from the end; ``None`` all.
         layer_name: With a class, class name or predicate: the trailing path segments
@@ -81,6 +87,7 @@ class Tap:
     optional: bool
     attention: Attention | None
     recorded: Recorded | None
+    function: Function | None
 
     def __init__(
         self,
@@ -98,8 +105,17 @@ class Tap:
         optional: bool = False,
         attention: Attention | None = None,
         recorded: Recorded | None = None,
+        function: str | Function | None = None,
     ) -> None:
         put = object.__setattr__
+        target, written = split_target(target)
+        if written is not None and function is not None:
+            raise SpecError(
+                f"the target names the function '{written}' and function={function!r}",
+                remedy="drop one of the two",
+            )
+        function = written if function is None else Function.of(function)
+        put(self, "function", function)
         if layer_name is None and isinstance(target, Selector):
             layer_name = target.layer_name
         put(self, "target", Selector.of(target, layer_name))
@@ -142,6 +158,12 @@ class Tap:
                 why="the weights are no part of what the module returns or receives",
                 remedy="use one tap for the weights and one for the value",
             )
+        if attention is not None and function is not None:
+            raise SpecError(
+                f"the function '{function}' in a tap for attention weights",
+                why="the weights are those of the module's one fused call",
+                remedy="name the attention module alone",
+            )
         put(self, "attention", attention)
         if recorded is not None and not isinstance(recorded, Recorded):
             raise SpecTypeError(
@@ -157,6 +179,13 @@ class Tap:
         }
         return Tap(**(fields | {"select": select}))
 
+    @property
+    def written(self) -> str:
+        """The target in words, its function calls included."""
+        if self.function is None:
+            return str(self.target)
+        return f"{self.target}::{self.function}"
+
     def to_json(self) -> dict[str, Any]:
         """The tap as JSON values; fields at their default are left out.
 
@@ -166,6 +195,8 @@ class Tap:
         out: dict[str, Any] = {"target": self.target.to_json()}
         if self.target.layer_name is not None:
             out["layer_name"] = self.target.layer_name
+        if self.function is not None:
+            out["function"] = str(self.function)
         if self.output is not None:
             out["output"] = self.output
         if isinstance(self.select, Slice):

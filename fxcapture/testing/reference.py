@@ -29,8 +29,8 @@ from fxcapture.reductions import Reduction
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.positions import Slice
 from fxcapture.spec.tap import Tap
-from fxcapture.trace.observe import find
 from fxcapture.trace.signature import describe_forward
+from fxcapture.trace.target import find
 
 __all__ = ["copied", "eager_reference", "map_tensors", "snapshot"]
 

@@ -33,9 +33,10 @@ from torch import nn
 
 from fxcapture import _torch
 from fxcapture._torch.dynamo import end_piece
-from fxcapture.trace.observe import Target, observed
+from fxcapture.trace.observe import observer
 from fxcapture.trace.override import LOCK, Override
 from fxcapture.trace.real_scope import Holder
+from fxcapture.trace.target import Target
 
 __all__ = ["EagerScope", "make_way_for_trace"]
 
@@ -113,7 +114,7 @@ class EagerScope:
         self._holders: list[Holder] = []
         self._installed: list[Override] = []
         self._direct: list[Override] = []
-        self._tokens = {t.path: torch.empty(0) for t in bound.targets}
+        self._tokens = {t.path: torch.empty(0) for t in bound.listening}
         self._path_of = {id(token): path for path, token in self._tokens.items()}
         self._local = threading.local()
         with _lock:
@@ -171,7 +172,7 @@ class EagerScope:
     def _overrides(self, model: nn.Module) -> Iterator[Override]:
         enclosing: dict[int, nn.Module] = {}
         called: list[tuple[Target, nn.Module]] = []
-        for target in self.bound.targets:
+        for target in self.bound.listening:
             way = _way(model, target.real_path)
             depth = len(way) - 1
             while target.real_path[depth - 1 : depth] == ("_orig_mod",):
@@ -271,7 +272,8 @@ class EagerScope:
 
     def _observing(self, target: Target) -> Callable[..., Any]:
         current, token, plain = self._call, self._tokens[target.path], target.is_plain
-        records = self.bound.records_of(target.path)
+        records, run = self.bound.records_of(target.path), observer(target, True)
+        plain = plain and target.functions is None
 
         def observe(below: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             call = current()
@@ -284,7 +286,7 @@ class EagerScope:
                 originals = originals and not torch.is_inference_mode_enabled()
                 watched = bool(target.attention) and call.wants_hit(records)
             take = call.take
-            return observed(
+            return run(
                 below, args, kwargs, target, token, take, {}, watched, copies, originals
             )
 

@@ -8,6 +8,9 @@ Each kind of value has a mark of its own:
 
 ===================  ===================================================================
 ``begin``            holds nothing: the call begins here (only where its span is asked)
+``returned``         holds nothing: ``forward`` has returned (in the same cases)
+``calls``            holds nothing: its structure lists the functions called inside
+``named``            no call's: a value that the model's code gives a name, as path
 ``entry``            what the module received, copied when it was entered
 ``original``         what the module received, not copied, with the versions that the
                      tensors had then (only outside of graphs, where autograd records)
@@ -43,18 +46,22 @@ from fxcapture import _torch
 
 __all__ = [
     "BEGIN",
+    "CALLS",
     "ENDS",
     "ENTRY",
     "HOOKED",
     "INPUT",
     "MARK",
+    "NAMED",
     "ORIGINAL",
     "RESULT",
+    "RETURNED",
     "Emit",
     "Mark",
     "allow_marks",
     "emit_mark",
     "input_named",
+    "naming",
     "received",
     "receiver",
     "reduced",
@@ -62,6 +69,9 @@ __all__ = [
 ]
 
 BEGIN = "begin"
+RETURNED = "returned"
+CALLS = "calls"
+NAMED = "named"
 ENTRY = "entry"
 ORIGINAL = "original"
 RESULT = "result"
@@ -123,6 +133,9 @@ Emit = Callable[..., None]
 
 #: Takes the marks of this thread's call that are executed; ``None`` outside of one.
 receiver: ContextVar[Emit | None] = ContextVar("fxcapture_receiver", default=None)
+
+#: Whether this thread traces for a capture whose passes look for names.
+naming: ContextVar[bool] = ContextVar("fxcapture_naming", default=False)
 
 # torch.library has no annotations: what is called of it is untyped.
 _LIBRARY: Any = torch.library.Library("fxcapture", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -7,6 +7,7 @@ Terms
     watched: the call runs under a function mode that sees its fused attention calls.
         Only where no pass of ours will see the graph; elsewhere the call's span is
         marked, and the pass finds them there.
+    heard: the same of the function calls inside of it, see ``trace.listen``.
 
 Invariants
     Everything here is traced by Dynamo, or runs eagerly, alike; what a call of a plain
@@ -19,116 +20,40 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
 from fxcapture import _torch
 from fxcapture.reductions import Reducers
-from fxcapture.spec.attention import Attention
 from fxcapture.trace.attention import (
     FlexCall,
     FusedCall,
     WatchFused,
     attention_weights,
 )
+from fxcapture.trace.emit import deliver
+from fxcapture.trace.listen import Listen
 from fxcapture.trace.mark import (
     BEGIN,
+    CALLS,
     ENTRY,
     HOOKED,
     ORIGINAL,
     RESULT,
+    RETURNED,
     Emit,
     emit_mark,
     received,
-    receiver,
     reduced,
     weights,
 )
-from fxcapture.trace.signature import Parameters, argument
+from fxcapture.trace.signature import argument
 from fxcapture.trace.structure_text import encode
+from fxcapture.trace.target import FunctionTarget, Target
 from fxcapture.trace.templates import copied, reduced_element
 
-__all__ = ["Request", "Target", "emit_result", "find", "observed", "override_keys"]
-
-
-class Request(NamedTuple):
-    """A reduction that one record wants of a target.
-
-    Attributes:
-        record: The record's name.
-        output: The tap's ``output``.
-        entry: Which of the target's ``entries`` to reduce; -1 for none.
-        result: Whether to reduce the result.
-        each: Whether it takes one tensor, and so is given each of a container.
-    """
-
-    record: str
-    output: int | str | None
-    entry: int
-    result: bool
-    each: bool = True
-
-
-class Target(NamedTuple):
-    """How one module is tapped; constants only, so that it can stand in a trace.
-
-    Attributes:
-        path: The path the user sees; it names the site.
-        real_path: Names to follow from the root to the module.
-        key: What the scope overrides: ``"forward"``; ``"_call_impl"`` to see what the
-            module's forward hooks return.
-        parameters: The parameters of ``forward``.
-        entries: Which of them to copy on entry, by position or name.
-        requests: The reductions to compute.
-        attention: The attention weights to compute, as (record, which part).
-        drops: Keywords that the call is not handed.
-    """
-
-    path: str
-    real_path: tuple[str, ...]
-    key: str
-    parameters: Parameters = Parameters((), (), True, True)
-    entries: tuple[int | str, ...] = ()
-    requests: tuple[Request, ...] = ()
-    attention: tuple[tuple[str, Attention], ...] = ()
-    drops: tuple[str, ...] = ()
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether nothing but the result of ``forward`` is wanted."""
-        extra = self.entries or self.requests or self.attention or self.drops
-        return self.key == "forward" and not extra
-
-
-def find(model: nn.Module, target: Target) -> nn.Module:
-    """The module a target means."""
-    module = model
-    for name in target.real_path:
-        module = module._modules[name]  # type: ignore[assignment]
-    return module
-
-
-def override_keys(module: nn.Module) -> tuple[str, ...]:
-    """Which attributes a scope overrides to see what the module's caller receives."""
-    if _torch.has_forward_hooks(module):
-        return ("forward", "_call_impl")
-    return ("forward",)
-
-
-@_torch.untraced
-def emit_result(
-    emit: Emit, token: torch.Tensor | None, value: Any, path: str, kind: str
-) -> None:
-    """Emit the mark that ends a call."""
-    if isinstance(value, torch.Tensor):
-        emit(token, [value], [], "T", path, kind)
-    else:
-        tensors: list[torch.Tensor] = []
-        sizes: list[int] = []
-        structure = encode(value, tensors, sizes)
-        emit(token, tensors, sizes, structure, path, kind)
+__all__ = ["observed", "observed_unheard", "observer"]
 
 
 def observed(
@@ -142,6 +67,7 @@ def observed(
     watched: bool,
     copies: bool = True,
     originals: bool = False,
+    listens: bool = False,
 ) -> Any:
     """Call ``original``, and emit all the marks that a target asks for.
 
@@ -157,8 +83,12 @@ def observed(
         watched: Compute attention weights here.
         copies: ``False`` where no record can select what the call receives.
         originals: Also emit what it receives as it is; where nothing is traced.
+        listens: Mark the function calls inside of it here.
     """
-    path, _, key, parameters, entries, requests, attention, drops = target
+    (path, _, key, parameters, entries, requests, attention, drops, functions,
+     silent) = target  # fmt: skip
+    if silent:
+        return original(*args, **kwargs)
     hooked = key == "_call_impl"
     taken: list[Any] = []
     received_as_is: list[torch.Tensor] = []
@@ -173,16 +103,26 @@ def observed(
             taken = [copied(a) for a in taken]
     if drops:
         kwargs = {k: v for k, v in kwargs.items() if k not in drops}
-    if attention and watched:
-        calls: list[FusedCall | FlexCall] = []
+    # All is made before the first mark is emitted: a reduction may raise.
+    made: list[tuple[Any, str]] = []
+    calls: list[FusedCall | FlexCall] = []
+    spanned = (attention and not watched) or (functions and not listens)
+    spanned = spanned and (emit is not None or _torch.is_traced())
+    if spanned:
+        (emit or emit_mark)(token, [], [], "N", path, BEGIN)
+    if functions and listens:
+        value, names = _heard(
+            original, args, kwargs, path, functions, token, emit, reducers,
+            calls if attention and watched else None,
+        )  # fmt: skip
+        made.append((names, CALLS))
+    elif attention and watched:
         with WatchFused(calls):
             value = original(*args, **kwargs)
     else:
-        if attention and (emit is not None or _torch.is_traced()):
-            (emit or emit_mark)(token, [], [], "N", path, BEGIN)
         value = original(*args, **kwargs)
-    # All is made before the first mark is emitted: a reduction may raise.
-    made: list[tuple[Any, str]] = []
+    if spanned and functions and requests:
+        (emit or emit_mark)(token, [], [], "N", path, RETURNED)
     if entries and copies:
         made.append((tuple(taken), ENTRY))
         for record, _, entry, _, each in requests:
@@ -202,23 +142,69 @@ def observed(
     if received_as_is and emit is not None:
         emit(token, received_as_is, versions, "N", path, ORIGINAL)
     made.append((value, HOOKED if hooked else RESULT))
-    if emit is None:
-        # Asked here and not before: Dynamo may have traced the beginning of the call,
-        # given up, and run the rest as it is.  All marks of a call go one way.
-        if not _torch.is_traced():
-            _torch.outside_dynamo(_hand_over, token, path, made)
-            return value
-        emit = emit_mark
-    for part, kind in made:
-        emit_result(emit, token, part, path, kind)
+    deliver(emit, token, path, made)
     return value
 
 
-def _hand_over(
-    token: torch.Tensor | None, path: str, made: list[tuple[Any, str]]
-) -> None:
-    """Hand the marks of a call to the call in flight."""
-    take = receiver.get()
-    if take is not None:
-        for part, kind in made:
-            emit_result(take, token, part, path, kind)
+def _heard(
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    path: str,
+    functions: tuple[FunctionTarget, ...],
+    token: torch.Tensor | None,
+    emit: Emit | None,
+    reducers: Reducers,
+    calls: list[FusedCall | FlexCall] | None,
+) -> tuple[Any, str]:
+    """Call ``original`` and mark the function calls inside of it.
+
+    Args:
+        calls: Receives its fused attention calls.
+
+    Returns:
+        What it returned, and the names of the functions called, with spaces between.
+    """
+    listener = Listen(path, functions, token, emit, reducers)
+    with listener:
+        if calls is None:
+            value = original(*args, **kwargs)
+        else:
+            with WatchFused(calls):
+                value = original(*args, **kwargs)
+    return value, " ".join(listener.names)
+
+
+def observed_unheard(
+    original: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Target,
+    token: torch.Tensor | None,
+    emit: Emit | None,
+    reducers: Reducers,
+    watched: bool,
+    copies: bool = True,
+    originals: bool = False,
+) -> Any:
+    """Like :func:`observed`, where listeners stand around the call.
+
+    Neither what the call computes itself nor what is computed for records is a function
+    call of the module around.
+    """
+    with Listen(target[0], (), None, None, reducers):
+        return observed(
+            original, args, kwargs, target, token, emit, reducers, watched, copies,
+            originals, True,
+        )  # fmt: skip
+
+
+def observer(target: Target, listens: bool) -> Callable[..., Any]:
+    """The function that observes the calls of a target.
+
+    Args:
+        target: How the module is tapped.
+        listens: No pass of ours finds the function calls that are tapped.
+    """
+    heard = listens and target[8] is not None
+    return observed_unheard if heard else observed

@@ -42,8 +42,10 @@ from fxcapture import _torch
 from fxcapture.reductions import Reducers
 from fxcapture.spec.module_table import ModuleTable
 from fxcapture.spec.selector import Selector
-from fxcapture.trace.observe import Target, find, observed
+from fxcapture.trace.listen import innermost, unheard
+from fxcapture.trace.observe import observer
 from fxcapture.trace.override import LOCK, Override
+from fxcapture.trace.target import Target, find
 
 __all__ = ["Holder", "RealScope", "RunRegion", "hold_by"]
 
@@ -168,6 +170,11 @@ class RealScope:
             override.remove()
         self._installed = []
 
+    @property
+    def leaves_to_passes(self) -> bool:
+        """Whether passes find the function calls in what is traced."""
+        return not self._watched and bool(self.bound.functions)
+
     def path_of_token(self, token: torch.Tensor) -> str | None:
         """The path of the module that a token stands for; ``None`` if not of ours."""
         return self._path_of.get(id(token))
@@ -190,10 +197,17 @@ class RealScope:
         self.bound = self._bind()
         # Regions first: a region's own value is read around what was compiled.
         made = dict(self._make_regions())
-        for target in self.bound.targets:
+        for target in self.bound.listening:
             module = find(self._model, target)
             region = made.get((id(module), "region"))
             joined = region is not None and region.key == target.key == "forward"
+            if joined and target.functions:
+                # The other way round: the calls inside are marked in what is compiled.
+                joined = False
+                del made[id(module), "region"]
+                made[id(module), target.key] = self._make(target, module, None)
+                made[id(module), "region"] = region
+                continue
             if joined and "_orig_mod" not in module._modules:
                 # One override for both: a call then goes through one method less.
                 del made[id(module), "region"]
@@ -250,7 +264,10 @@ class RealScope:
                 below = getattr(self, original)
             if _torch.is_traced():
                 return below(*args, **kwargs)
-            return run_region(type(self), below, *args, **kwargs)
+            if innermost() is None:
+                return run_region(type(self), below, *args, **kwargs)
+            # What is compiled marks its own function calls, if they are tapped.
+            return unheard(run_region, (type(self), below, *args), kwargs)
 
         return forward
 
@@ -302,6 +319,8 @@ class RealScope:
         at_trace, in_flight, asks = self._at_trace, self._in_flight, self._asks
         reducers, takes = self._reducers, bool(target.entries)
         watched, key = self._watched, target.key
+        # Regions leave attention weights and function calls to a pass alike.
+        in_trace, for_real = observer(target, watched), observer(target, True)
 
         def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             inner: Any
@@ -309,7 +328,7 @@ class RealScope:
                 inner, own = getattr(self, original), getattr(self, token)
                 if not at_trace():
                     return inner(*args, **kwargs)
-                return observed(
+                return in_trace(
                     inner, args, kwargs, target, own, None, reducers, watched
                 )
             inner, own = self.__dict__.get(original), self.__dict__.get(token)
@@ -321,7 +340,7 @@ class RealScope:
             copies = takes and _torch.outside_dynamo(asks, own)
             if runs is not None:
                 inner = functools.partial(runs, type(self), inner)
-            return observed(
+            return for_real(
                 inner, args, kwargs, target, own, None, reducers, True, copies
             )
 

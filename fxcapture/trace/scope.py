@@ -23,8 +23,10 @@ from torch import nn
 
 from fxcapture import _torch
 from fxcapture.reductions import Reducers
+from fxcapture.trace.emit import emit_result
 from fxcapture.trace.mark import Emit
-from fxcapture.trace.observe import Target, emit_result, find, observed
+from fxcapture.trace.observe import observed, observed_unheard
+from fxcapture.trace.target import Target, find
 
 __all__ = [
     "Asks",
@@ -61,6 +63,7 @@ def enter(
     watched: bool = False,
     into: Saved | None = None,
     asks: Asks | None = None,
+    listens: bool = False,
 ) -> Saved:
     """Make each target emit the marks of each of its calls.
 
@@ -75,6 +78,7 @@ def enter(
         asks: By a target's path, which of two kinds of values a record may still select
             of a call that begins now: what it receives, and attention weights; all,
             if it is not given.
+        listens: Mark the function calls inside of targets here.
     """
     simple, others = ([], []) if into is None else into
     through, plain, rest = way
@@ -118,7 +122,7 @@ def enter(
             others.append((slot, key, False, None))
             if bare:
                 others.append((slot, "_call_impl", False, None))
-        override = _override(original, target, emit, reducers, watched, asks)
+        override = _override(original, target, emit, reducers, watched, asks, listens)
         slot[key] = override
         if bare:
             slot["_call_impl"] = override
@@ -169,9 +173,16 @@ def _override(
     reducers: Reducers,
     watched: bool,
     asks: Asks | None,
+    listens: bool,
 ) -> Callable[..., Any]:
+    heard = listens and target[8] is not None
+
     def forward(*args: Any, **kwargs: Any) -> Any:
         copies, weighs = (True, watched) if asks is None else asks(target[0])
+        if heard:
+            return observed_unheard(
+                original, args, kwargs, target, None, emit, reducers, weighs, copies
+            )
         return observed(
             original, args, kwargs, target, None, emit, reducers, weighs, copies
         )

@@ -132,7 +132,7 @@ def mark_sites(
         site_of(
             call.marks,
             path=call.marks.result.path,
-            class_name=classes.get(call.marks.result.path, ""),
+            classes=classes,
             type_of=type_of_node,
             size_of=_constant,
             graph=graph,

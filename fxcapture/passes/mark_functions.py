@@ -1,0 +1,320 @@
+"""Mark the function calls inside of modules, where they stand in a graph.
+
+What stands between the two marks of a module's call is what ran while it ran.  Of that,
+the module's own are the nodes that stand where the first mark does in the tree of
+modules; the others are of the modules inside of it.  A node keeps the name of what the
+code calls, so no watching is needed while the model is traced.
+
+From there on a function's call is a call like a module's: the marks are the same.
+
+Terms
+    span: a call of a module whose function calls are tapped, while the pass goes
+        through its nodes.
+
+Invariants
+    What the compiler made of its own is no call: it is tested for where it has the name
+    of one.
+    Not idempotent: each run adds marks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import fx
+
+from fxcapture.passes.analyses.collect_marks import graph_inputs, mark_of
+from fxcapture.passes.base import MADE, PassResult, bodies, is_mark
+from fxcapture.passes.compute import compute, example_of, input_out_of_reach
+from fxcapture.reductions import Reducers, Reduction
+from fxcapture.spec.function import canonical_name, numbered, site_path
+from fxcapture.trace.functions import argument_of, holds_tensor, name_of
+from fxcapture.trace.mark import (
+    BEGIN,
+    CALLS,
+    ENTRY,
+    NAMED,
+    RESULT,
+    emit_mark,
+    received,
+    reduced,
+)
+from fxcapture.trace.structure_text import encode
+from fxcapture.trace.target import FunctionTarget
+from fxcapture.trace.templates import reduced_element
+
+__all__ = ["mark_functions"]
+
+#: By a module's path, as marks bear it: the functions to mark inside of it.
+Functions = Callable[[str], Sequence[FunctionTarget]]
+
+
+@final
+@dataclasses.dataclass(slots=True)
+class _Span:
+    """A call of a module, while the pass goes through its nodes."""
+
+    path: str
+    token: Any
+    stack: list[Any]
+    targets: dict[str, FunctionTarget]
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+def mark_functions(
+    gm: fx.GraphModule, functions: Functions, reducers: Reducers
+) -> PassResult:
+    """Add the marks of every function call that is tapped.
+
+    Args:
+        gm: A marked graph, with the beginnings of the modules' calls; edited.
+        functions: The functions to mark, by their module's path.
+        reducers: Record name to its reduction.
+    """
+    marker = _Marker(functions, reducers, graph_inputs(gm))
+    return PassResult(gm, marker.go_through(gm))
+
+
+@final
+class _Marker:
+    def __init__(
+        self,
+        functions: Functions,
+        reducers: Reducers,
+        inputs: Mapping[str, fx.Node | None],
+    ) -> None:
+        self._functions = functions
+        self._reducers = reducers
+        self._inputs = inputs
+        self._spans: list[_Span] = []
+
+    def go_through(self, gm: fx.GraphModule) -> bool:
+        modified = False
+        for node in list(gm.graph.nodes):
+            for _, body in bodies(gm, node):
+                modified |= self.go_through(body)
+            if is_mark(node):
+                modified |= self._at_mark(node)
+            elif self._spans and _stack(node) == self._spans[-1].stack:
+                modified |= self._at_call(node)
+        return modified
+
+    def _at_mark(self, node: fx.Node) -> bool:
+        mark = mark_of(node)
+        if mark.kind == BEGIN:
+            targets = {t.name: t for t in self._functions(mark.path)}
+            if targets:
+                span = _Span(mark.path, mark.token, _stack(node), targets)
+                self._spans.append(span)
+            return False
+        if not self._spans:
+            return False
+        span = self._spans[-1]
+        if mark.kind == NAMED:
+            if _stack(node) == span.stack:
+                self._mark(mark.path, node, mark.tensors[0], node.target, None)
+            return True
+        if mark.path != span.path:
+            return False
+        self._spans.pop()
+        names = " ".join(span.names)
+        _add_mark(node, span.token, [], [], encode(names, [], []), span.path, CALLS)
+        return True
+
+    def _at_call(self, node: fx.Node) -> bool:
+        name, called = _called(node)
+        if not name or not holds_tensor(example_of(node)):
+            return False
+        return self._mark(name, node, node, called, node)
+
+    def _mark(
+        self,
+        name: str,
+        node: fx.Node,
+        value: fx.Node,
+        called: Any,
+        call: fx.Node | None,
+    ) -> bool:
+        """Mark one call, if it is tapped.
+
+        Args:
+            name: Its name.
+            node: Where it stands.
+            value: What it returned.
+            called: What is called.
+            call: Its node, whose arguments are its own; ``None`` for a named value.
+        """
+        span = self._spans[-1]
+        index = span.names.count(name)
+        span.names.append(name)
+        target = span.targets.get(name)
+        if target is None or not target.wants(index):
+            return False
+        path = numbered(site_path(span.path, name), index)
+        if call is None:
+            taken = tuple(value for _ in target.entries)
+        else:
+            taken = tuple(
+                argument_of(called, e, call.args, call.kwargs) for e in target.entries
+            )
+        if taken:
+            tensors, sizes, structure = _taken_apart(taken)
+            _add_mark(node, span.token, tensors, sizes, structure, path, ENTRY)
+        behind = node.next
+        whole = _with_elements(value, example_of(value), behind)
+        for record, output, entry, result, each in target.requests:
+            for wanted, part, kind in (
+                (entry >= 0, taken[entry] if entry >= 0 else None, received(record)),
+                (result, whole, reduced(record)),
+            ):
+                if wanted:
+                    made = self._reduced(
+                        record,
+                        part,
+                        output if result else None,
+                        each,
+                        node,
+                        behind,
+                        kind,
+                    )
+                    _add_mark(behind, span.token, [made], [], "T", path, kind)
+        tensors, sizes, structure = _taken_apart(whole)
+        _add_mark(behind, span.token, tensors, sizes, structure, path, RESULT)
+        return True
+
+    def _reduced(
+        self,
+        record: str,
+        value: Any,
+        output: int | str | None,
+        each: bool,
+        node: fx.Node,
+        before: fx.Node,
+        kind: str,
+    ) -> fx.Node:
+        reduce: Any = self._reducers[record]
+        source = reduce.source if isinstance(reduce, Reduction) else None
+        given = self._inputs.get(source or "")
+        if given is not None and given.graph is not node.graph:
+            raise input_out_of_reach(kind, str(source), "call")
+
+        def reduced_value(values: Any) -> Any:
+            function = reduce
+            if source is not None:
+                function = functools.partial(reduce.apply, source=values[1])
+            return reduced_element(function, values[0], output, each)
+
+        return compute(
+            reduced_value,
+            (value, given),
+            before=before,
+            like=node,
+            kind=kind,
+            what="the value",
+        )
+
+
+def _stack(node: fx.Node) -> list[Any]:
+    """Where a node stands in the tree of modules."""
+    return list(node.meta.get("nn_module_stack") or ())
+
+
+def _called(node: fx.Node) -> tuple[str, Any]:
+    """The name of the call that a node is, and what is called; empty for no call."""
+    if node.op == "call_method":
+        called = getattr(torch.Tensor, str(node.target), node.target)
+        return canonical_name(str(node.target)), called
+    if node.op != "call_function" or MADE in node.meta:
+        return "", None
+    if node.target is operator.getitem:
+        first = node.args[0]
+        if not isinstance(first, fx.Node) or not isinstance(
+            example_of(first), torch.Tensor
+        ):
+            return "", None  # an element of a tuple
+    return name_of(node.target), node.target
+
+
+def _with_elements(value: fx.Node, example: Any, before: fx.Node) -> Any:
+    """A value with a node for each of its tensors, in its own containers."""
+    if not isinstance(example, (list, tuple)):
+        return value
+    parts = []
+    for i, part in enumerate(example):
+        with before.graph.inserting_before(before):
+            made = before.graph.call_function(operator.getitem, (value, i))
+        made.meta = {**value.meta, "example_value": part, MADE: True}
+        if "val" in value.meta:
+            made.meta["val"] = part
+        parts.append(_with_elements(made, part, before))
+    cls = type(example)
+    return cls(parts) if cls in (list, tuple) else _like(example, parts)
+
+
+def _like(example: Any, parts: list[Any]) -> Any:
+    cls: Any = type(example)
+    return cls._make(parts) if hasattr(cls, "_make") else cls(parts)
+
+
+def _taken_apart(value: Any) -> tuple[list[fx.Node], list[Any], str]:
+    """The tensors and sizes of a value with nodes in it, and its structure."""
+    leaves = list(_leaves(value))
+    structure = encode(_examples(value), [], [])
+    tensors = [n for n in leaves if isinstance(n, fx.Node) and _is_tensor(n)]
+    sizes = [
+        n
+        for n in leaves
+        if (isinstance(n, fx.Node) and not _is_tensor(n)) or type(n) is int
+    ]
+    return tensors, sizes, structure
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(example_of(node), torch.Tensor)
+
+
+def _examples(value: Any) -> Any:
+    if isinstance(value, fx.Node):
+        return example_of(value)
+    if isinstance(value, dict):
+        return {k: _examples(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        parts = [_examples(v) for v in value]
+        if isinstance(value, list):
+            return parts
+        return tuple(parts) if type(value) is tuple else _like(value, parts)
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        for part in value.values():
+            yield from _leaves(part)
+    elif isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _add_mark(
+    before: fx.Node,
+    token: Any,
+    tensors: Sequence[fx.Node],
+    sizes: Sequence[Any],
+    structure: str,
+    path: str,
+    kind: str,
+) -> None:
+    graph = before.graph
+    with graph.inserting_before(before):
+        fields = (token, list(tensors), list(sizes), structure, path, kind)
+        node = graph.call_function(emit_mark, fields)
+    for key in ("nn_module_stack", "stack_trace"):
+        if key in before.meta:
+            node.meta[key] = before.meta[key]
