@@ -34,6 +34,7 @@ from fxcapture._torch.function_modes import (
     call_without_modes,
     function_mode,
     num_function_modes,
+    traceable,
 )
 from fxcapture._torch.graphs import (
     copy_node_source,
@@ -155,6 +156,7 @@ __all__ = [
     "storage_id",
     "surely_equal",
     "trace_on_fake",
+    "traceable",
     "transform_function",
     "unflatten",
     "untraced",

@@ -12,7 +12,12 @@ from typing import Any
 import torch
 from torch.overrides import _pop_mode, _push_mode
 
-__all__ = ["call_without_modes", "function_mode", "num_function_modes"]
+__all__ = [
+    "call_without_modes",
+    "function_mode",
+    "num_function_modes",
+    "traceable",
+]
 
 
 def num_function_modes() -> int:
@@ -30,10 +35,11 @@ def call_without_modes(
 
     A mode would see what compiled code calls, and Dynamo would trace it as well.
     """
-    modes = [_pop_mode() for _ in range(num_function_modes())][::-1]  # type: ignore[no-untyped-call]
-    others = [mode for mode in modes if not isinstance(mode, kind)]
+    modes: list[Any] = []
     try:
-        for mode in others:
+        while num_function_modes():
+            modes.insert(0, _pop_mode())  # type: ignore[no-untyped-call]
+        for mode in [mode for mode in modes if not isinstance(mode, kind)]:
             _push_mode(mode)
         return function(*args, **kwargs)
     finally:
@@ -41,6 +47,16 @@ def call_without_modes(
             _pop_mode()  # type: ignore[no-untyped-call]
         for mode in modes:
             _push_mode(mode)
+
+
+def traceable(called: Any) -> Any:
+    """What a function mode calls in place of a function that Dynamo cannot trace there.
+
+    ``Tensor.unflatten`` is written in Python and calls its base class's by ``super()``.
+    """
+    if torch.compiler.is_dynamo_compiling() and called is torch.Tensor.unflatten:
+        return torch.unflatten
+    return called
 
 
 def function_mode(index: int) -> Any:

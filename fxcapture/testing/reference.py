@@ -29,6 +29,7 @@ from fxcapture.reductions import Reduction
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.positions import Slice
 from fxcapture.spec.tap import Tap
+from fxcapture.testing.reference_functions import hearing
 from fxcapture.trace.signature import describe_forward
 from fxcapture.trace.target import find
 
@@ -57,18 +58,24 @@ def eager_reference(
     """
     model = _torch.unwrap_optimized(model)
     bound = match(spec, model)
-    seen: list[_Seen] = []
+    seen: list[Any] = []
     given = dict(kwargs or {})
     extra = given.pop("capture_inputs", None)
     args = tuple(copied(tuple(args)))
     kwargs = copied(given)
     inputs = find_inputs(spec, model, args, kwargs, extra)
-    with _unchanged(model), _watching(model, bound, seen):
+    with (
+        _unchanged(model),
+        _watching(model, bound, seen),
+        hearing(model, bound, seen, snapshot),
+    ):
         output = model(*args, **kwargs)
     values: dict[str, tuple[Any, ...]] = {}
     paths: dict[str, tuple[str, ...]] = {}
     for name, tap in spec.items():
         hits = [s for s in seen if s.path in bound.paths[name]]
+        if tap.function is not None:
+            hits = [s for s in hits if s.is_taken_by(tap.function)]
         entries = [(h.path, _value_of(h, tap, inputs)) for h in hits]
         if tap.initial and hits:
             first = _reduced(tap, hits[0].entries[0], inputs)
@@ -92,7 +99,7 @@ class _Seen:
     weights: list[torch.Tensor]
 
 
-def _value_of(seen: _Seen, tap: Tap, inputs: Mapping[str, Any]) -> Any:
+def _value_of(seen: Any, tap: Tap, inputs: Mapping[str, Any]) -> Any:
     if tap.attention is not None:
         (weights,) = seen.weights
         weights = _picked(weights, tap.attention.heads, 1)
@@ -249,7 +256,7 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watching(model: nn.Module, bound: Match, seen: list[_Seen]) -> Iterator[None]:
+def _watching(model: nn.Module, bound: Match, seen: list[Any]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         done: set[str] = set()
         for target in bound.targets:
@@ -271,7 +278,7 @@ def _watch(
     module: nn.Module,
     path: str,
     wanted: Sequence[int | str],
-    seen: list[_Seen],
+    seen: list[Any],
     attention: bool,
 ) -> None:
     # Calls in progress of this module: the arguments, and whether forward has begun.

@@ -152,7 +152,7 @@ class WatchFused(TorchFunctionMode):
             self.calls.append(fused_call(*args, **kwargs))
         elif func is _FLEX_ATTENTION:
             self.calls.append(flex_call(*args, **kwargs))
-        return func(*args, **kwargs)
+        return _torch.traceable(func)(*args, **kwargs)
 
 
 _FLEX_ATTENTION = torch.ops.higher_order.flex_attention

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from fxcapture import _torch
 from fxcapture.reductions import Reducers
-from fxcapture.spec.function import numbered, site_path
+from fxcapture.spec.function import canonical_name, numbered, site_path
 from fxcapture.trace.emit import deliver
 from fxcapture.trace.functions import (
     argument_of,
@@ -43,7 +43,7 @@ from fxcapture.trace.mark import (
 from fxcapture.trace.target import FunctionTarget
 from fxcapture.trace.templates import copied, reduced_element
 
-__all__ = ["Listen", "function_values", "innermost", "named", "unheard"]
+__all__ = ["Listen", "Listener", "function_values", "innermost", "named", "unheard"]
 
 
 def function_values(
@@ -71,7 +71,20 @@ def function_values(
     return made
 
 
-class Listen(TorchFunctionMode):
+class Listener(TorchFunctionMode):
+    """What hears the function calls of this thread, and the values that get a name.
+
+    Attributes:
+        skips: The next call that it hears is one that an inner listener has heard.
+    """
+
+    skips: bool = False
+
+    def hear_named(self, name: str, value: torch.Tensor) -> None:
+        """Hear of a value that the model's code gives a name."""
+
+
+class Listen(Listener):
     """A time in which the function calls of one module call are heard.
 
     Args:
@@ -84,7 +97,6 @@ class Listen(TorchFunctionMode):
 
     Attributes:
         outer: The listener around it.
-        skips: The next call that it hears is one that an inner listener has heard.
         names: Names of the calls that it has heard, in order.
     """
 
@@ -116,27 +128,28 @@ class Listen(TorchFunctionMode):
         """Run the function, and emit its marks if it is tapped."""
         if kwargs is None:
             kwargs = {}
+        called = _torch.traceable(func)
         if self.outer is not None:
             self.outer.skips = True
         if self.skips:
             self.skips = False
-            return func(*args, **kwargs)
+            return called(*args, **kwargs)
         if not self.functions:
-            return func(*args, **kwargs)
+            return called(*args, **kwargs)
         name = name_of(func)
         target = None
         for tapped in self.functions:
             if tapped.name == name:
                 target = tapped
         if target is None or not name:
-            value = func(*args, **kwargs)
+            value = called(*args, **kwargs)
             if name and holds_tensor(value):
                 self.names.append(name)
             return value
         taken = [argument_of(func, e, tuple(args), kwargs) for e in target.entries]
         if taken and writes_to_arguments(func, tuple(kwargs)):
             taken = [copied(a) for a in taken]
-        value = func(*args, **kwargs)
+        value = called(*args, **kwargs)
         if holds_tensor(value):
             self.hear(target, taken, value)
         return value
@@ -150,6 +163,22 @@ class Listen(TorchFunctionMode):
             made = function_values(target, taken, value, self.reducers)
             deliver(self.emit, self.token, path, made)
 
+    def hear_named(self, name: str, value: torch.Tensor) -> None:
+        """Emit the marks of a named value, if it is tapped."""
+        name = spelled(name)
+        for target in self.functions:
+            if target.name == name:
+                self.hear(target, [value for _ in target.entries], value)
+                return
+        if self.functions:
+            self.names.append(name)
+
+
+@_torch.constant
+def spelled(name: str) -> str:
+    """A name as taps spell it."""
+    return canonical_name(name)
+
 
 @_torch.constant
 def _is_naming() -> bool:
@@ -157,11 +186,11 @@ def _is_naming() -> bool:
     return naming.get()
 
 
-def innermost() -> Listen | None:
+def innermost() -> Listener | None:
     """The innermost listener of this thread; can be traced."""
     for i in range(_torch.num_function_modes() - 1, -1, -1):
         mode = _torch.function_mode(i)
-        if isinstance(mode, Listen):
+        if isinstance(mode, Listener):
             return mode
     return None
 
@@ -172,7 +201,7 @@ def unheard(
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
     """Call something whose function calls are no module's: a compiled graph."""
-    return _torch.call_without_modes(Listen, function, args, kwargs or {})
+    return _torch.call_without_modes(Listener, function, args, kwargs or {})
 
 
 def named(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -201,11 +230,9 @@ def named(name: str, value: torch.Tensor) -> torch.Tensor:
     if torch.jit.is_scripting():
         return value
     if torch.compiler.is_dynamo_compiling() and _is_naming():
-        emit_mark(None, [value], [], "T", name, NAMED)
+        emit_mark(None, [value], [], "T", spelled(name), NAMED)
         return value
     listener = innermost()
     if listener is not None:
-        for target in listener.functions:
-            if target.name == name:
-                listener.hear(target, [value for _ in target.entries], value)
+        listener.hear_named(name, value)
     return value
