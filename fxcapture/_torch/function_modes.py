@@ -40,13 +40,13 @@ def call_without_modes(
         while num_function_modes():
             modes.insert(0, _pop_mode())  # type: ignore[no-untyped-call]
         for mode in [mode for mode in modes if not isinstance(mode, kind)]:
-            _push_mode(mode)
+            _push_mode(mode)  # type: ignore[no-untyped-call]
         return function(*args, **kwargs)
     finally:
         for _ in range(num_function_modes()):
             _pop_mode()  # type: ignore[no-untyped-call]
         for mode in modes:
-            _push_mode(mode)
+            _push_mode(mode)  # type: ignore[no-untyped-call]
 
 
 def traceable(called: Any) -> Any:

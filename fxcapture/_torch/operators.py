@@ -54,7 +54,9 @@ def operator_name_of(called: Any) -> str | None:
     if isinstance(called, torch._ops.OpOverload):
         return str(called.overloadpacket.__name__)
     if isinstance(called, torch._ops.HigherOrderOperator):
-        return "flex_attention" if called.name() == "flex_attention" else ""
+        return (
+            "flex_attention" if called is torch.ops.higher_order.flex_attention else ""
+        )
     return None
 
 

@@ -101,7 +101,8 @@ def _compute(
         raise input_out_of_reach(kind, str(asked.source), "fused call")
     call = read_call(fused)
     nodes: list[fx.Node] = []
-    fx.map_arg(tuple(call), nodes.append)
+    values: Any = tuple(call)
+    fx.map_arg(values, nodes.append)
     saving = (
         not is_aten(fused.node)
         and not isinstance(call, FlexCall)
@@ -113,8 +114,8 @@ def _compute(
     )
     kind_of_call: Any = type(call)
 
-    def weights_of(values: Any) -> torch.Tensor:
-        given, given_source = values
+    def weights_of(found: Any) -> torch.Tensor:
+        given, given_source = found
         made = attention_weights(kind_of_call(*given), asked.part, saving)
         if asked.reduce is None:
             return made
@@ -124,7 +125,7 @@ def _compute(
 
     node = compute(
         weights_of,
-        (tuple(call), source),
+        (values, source),
         before=fused.node.next,
         like=fused.node,
         kind=kind,

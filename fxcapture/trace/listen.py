@@ -227,7 +227,7 @@ def named(name: str, value: torch.Tensor) -> torch.Tensor:
     Returns:
         ``value``.
     """
-    if torch.jit.is_scripting():
+    if torch.jit.is_scripting():  # type: ignore[attr-defined]
         return value
     if torch.compiler.is_dynamo_compiling() and _is_naming():
         emit_mark(None, [value], [], "T", spelled(name), NAMED)

@@ -159,8 +159,7 @@ def _heard(
 ) -> tuple[Any, str]:
     """Call ``original`` and mark the function calls inside of it.
 
-    Args:
-        calls: Receives its fused attention calls.
+    ``calls`` receives its fused attention calls; the rest as in :func:`observed`.
 
     Returns:
         What it returned, and the names of the functions called, with spaces between.

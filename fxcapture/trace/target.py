@@ -90,8 +90,7 @@ class Target(NamedTuple):
     def is_plain(self) -> bool:
         """Whether nothing but the result of ``forward`` is wanted."""
         extra = self.entries or self.requests or self.attention or self.drops
-        extra = extra or self.functions
-        return self.key == "forward" and not extra
+        return self.key == "forward" and not extra and not self.functions
 
 
 def find(model: nn.Module, target: Target) -> nn.Module:
