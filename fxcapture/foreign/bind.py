@@ -13,8 +13,9 @@ from typing import Any
 
 from fxcapture.errors import AmbiguousSiteError, TargetNotFoundError
 from fxcapture.foreign.reader import REMEDY, Call, ForeignGraph
-from fxcapture.plan.match import Match, entry_name, request_of
+from fxcapture.plan.match import Match, entry_name, function_target, request_of
 from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.function import module_of, site_path
 from fxcapture.spec.module_table import ModuleTable
 from fxcapture.spec.tap import Tap
 
@@ -31,11 +32,18 @@ def bind(spec: CaptureSpec, graph: ForeignGraph) -> Match:
     table = ModuleTable(graph.tree)
     real = {path: entry[0] for path, entry in table.first.items()}
     paths: dict[str, tuple[str, ...]] = {}
-    for name, tap in spec.items():
-        paths[name] = _match(name, tap, graph, table)
-        for path in paths[name]:
-            _check_called(name, path, real[path], graph)
     records: dict[str, list[str]] = {}
+    functions: dict[str, dict[str, None]] = {}
+    for name, tap in spec.items():
+        found = _match(name, tap, graph, table)
+        for path in found:
+            _check_called(name, path, real[path], graph)
+        if tap.function is not None:
+            for path in found:
+                records.setdefault(path, [])
+                functions.setdefault(path, {}).setdefault(tap.function.name)
+            found = tuple(site_path(p, tap.function.name) for p in found)
+        paths[name] = found
     for name, found in paths.items():
         for path in found:
             records.setdefault(path, []).append(name)
@@ -47,20 +55,30 @@ def bind(spec: CaptureSpec, graph: ForeignGraph) -> Match:
         )
         for path, names in records.items()
     }
+    requests = {
+        path: tuple(
+            request_of(name, spec[name], entries[path])
+            for name in names
+            if spec[name].reduce is not None
+        )
+        for path, names in records.items()
+    }
     return Match(
         paths=paths,
         targets=(),
-        classes={p: type(table.first[p][1]).__name__ for p in records},
-        requests={
-            path: tuple(
-                request_of(name, spec[name], entries[path])
-                for name in names
-                if spec[name].reduce is not None
-            )
-            for path, names in records.items()
+        classes={
+            p: type(table.first[p if p in table.first else module_of(p)][1]).__name__
+            for p in records
         },
+        requests=requests,
         entries=entries,
         inside_fused=False,
+        functions={
+            path: tuple(
+                function_target(path, n, spec, paths, entries, requests) for n in found
+            )
+            for path, found in functions.items()
+        },
     )
 
 
@@ -70,7 +88,7 @@ def calls_of(bound: Match, graph: ForeignGraph) -> list[tuple[str, Call | None]]
     found: list[tuple[str, Call]] = [
         (path, call)
         for path in bound.entries
-        if path
+        if path and path in table.first
         for call in graph.calls[table.first[path][0]]
     ]
     found.sort(key=lambda item: item[1].order)

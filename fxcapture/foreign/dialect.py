@@ -34,6 +34,7 @@ from fxcapture.errors import AmbiguousSiteError, ElementError
 from fxcapture.foreign.bind import bind, calls_of
 from fxcapture.foreign.reader import Call, ForeignGraph, example
 from fxcapture.passes.analyses.collect_marks import MarkedSites
+from fxcapture.passes.analyses.function_calls import FunctionCall
 from fxcapture.passes.inline import inline
 from fxcapture.plan.match import Match, reducers_of
 from fxcapture.plan.plan import Plan
@@ -41,7 +42,7 @@ from fxcapture.plan.resolve import resolve
 from fxcapture.plan.sites import Site, SiteTable, Value
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.tap import Tap
-from fxcapture.trace.mark import ENTRY, MARK, RESULT, Mark, received, reduced
+from fxcapture.trace.mark import BEGIN, ENTRY, MARK, RESULT, Mark, received, reduced
 from fxcapture.trace.structure_text import encode, parse
 from fxcapture.trace.target import Request
 
@@ -98,6 +99,14 @@ class Dialect(abc.ABC):
 
         Raises:
             AmbiguousSiteError: the graph does not determine it.
+        """
+
+    @abc.abstractmethod
+    def function_calls(self, gm: fx.GraphModule) -> Mapping[fx.Node, FunctionCall]:
+        """The function calls in the graph, or in a body of it, by their last node.
+
+        Raises:
+            AmbiguousSiteError: the graph does not show them.
         """
 
     def check(self, bound: Match) -> None:  # noqa: B027  (most refuse nothing)
@@ -166,6 +175,14 @@ def prepare(dialect: Dialect) -> tuple[MarkedSites, Plan]:
     marker = _Marker(dialect, bound, calls)
     for number, (path, call) in enumerate(calls):
         marker.mark(number, path, call)
+    if bound.functions:
+        passes.mark_functions(
+            dialect.gm,
+            lambda path: bound.functions.get(path, ()),
+            reducers_of(dialect.spec),
+            dialect.function_calls,
+            dialect.graph.keys,
+        )
     marked = passes.collect_marks(dialect.gm, graph=0, classes=bound.classes)
     return marked, resolve(dialect.spec, bound, marked.sites)
 
@@ -197,7 +214,7 @@ class _Marker:
         self._bound = bound
         self._behind: dict[fx.Node, fx.Node] = {}
         # Positions follow from the calls alone, so which of these are selected is known
-        # before their values are.
+        # before their values are.  Functions' calls are found behind these.
         sites = [
             Site(
                 path=path,
@@ -212,9 +229,15 @@ class _Marker:
             )
             for path, _ in calls
         ]
-        whole = {name: _whole(tap) for name, tap in dialect.spec.items()}
-        plan = resolve(CaptureSpec(whole), bound, SiteTable(sites))
-        self._selected = {(slot.site, slot.entry) for slot in plan.slots()}
+        whole = {
+            name: _whole(tap)
+            for name, tap in dialect.spec.items()
+            if tap.function is None
+        }
+        self._selected: set[tuple[int, bool]] = set()
+        if whole:
+            plan = resolve(CaptureSpec(whole), bound, SiteTable(sites))
+            self._selected = {(slot.site, slot.entry) for slot in plan.slots()}
 
     def mark(self, number: int, path: str, call: Call | None) -> None:
         """Mark one call, or the graph itself."""
@@ -226,6 +249,8 @@ class _Marker:
         ]
         values: list[tuple[Any, str]] = []
         start, end = self._ends(call)
+        if path in self._bound.functions:
+            self._begin(path, call, start)
         with dialect.gm.graph.inserting_before(start):
             what = f"the input of {path or 'the model'!r}"
             copies = _torch.map_nodes(self._copied, tuple(arguments))
@@ -245,6 +270,22 @@ class _Marker:
                 made = self._add_mark(value, path, kind, call)
         if call is not None:
             self._behind[call.last] = made
+
+    def _begin(self, path: str, call: Call | None, start: fx.Node) -> None:
+        """Mark where a call begins whose function calls are tapped."""
+        dialect = self._dialect
+        if call is not None and call.node is not None:
+            raise dialect.graph.ambiguous(
+                path, "it is one node of the graph, which hides what it calls"
+            )
+        with dialect.gm.graph.inserting_before(start):
+            mark = Mark(None, [], [], "N", path, BEGIN)
+            made = dialect.gm.graph.call_function(MARK, tuple(mark))
+        stack = {} if call is None else dict(start.meta.get("nn_module_stack", {}))
+        inner = list(stack)[list(stack).index(call.key) + 1 :] if call else []
+        made.meta["nn_module_stack"] = {
+            k: v for k, v in stack.items() if k not in inner
+        }
 
     def _add_mark(self, value: Any, path: str, kind: str, call: Call | None) -> fx.Node:
         """Add one mark, in the modules that the call's last operation stands in."""

@@ -15,6 +15,7 @@ from fxcapture import _torch
 from fxcapture.foreign.dialect import Dialect
 from fxcapture.foreign.reader import Call, example
 from fxcapture.foreign.results import returned
+from fxcapture.passes.analyses.function_calls import FunctionCall, dynamo_calls
 
 __all__ = ["Dynamo", "is_by_dynamo"]
 
@@ -51,6 +52,10 @@ class Dynamo(Dialect):
                 _REMEDY,
             )
         return call.node
+
+    def function_calls(self, gm: fx.GraphModule) -> dict[fx.Node, FunctionCall]:
+        """Each is a node that has the name that the code calls it by."""
+        return dynamo_calls(gm)
 
     def argument(self, path: str, call: Call | None, which: int | str) -> Any:
         """An error, always."""

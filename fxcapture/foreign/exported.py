@@ -26,12 +26,21 @@ from fxcapture.foreign.classes import shell
 from fxcapture.foreign.dialect import Dialect
 from fxcapture.foreign.reader import Call, example
 from fxcapture.foreign.results import all_of_torch, returned, span_of
+from fxcapture.passes.analyses.function_calls import FunctionCall, aten_calls
+from fxcapture.passes.base import walk
 from fxcapture.plan.match import Match
 from fxcapture.reductions import Reduction
 from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.function import canonical_name
 from fxcapture.trace.signature import describe_forward
 
 __all__ = ["Exported"]
+
+#: Calls that leave no operation where there is nothing to do.
+_MAY_VANISH = frozenset(
+    {"to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda",
+     "contiguous", "detach", "named"}
+)  # fmt: skip
 
 
 @final
@@ -72,6 +81,33 @@ class Exported(Dialect):
                 path = entry.fqn.partition("@")[0]
                 self._signatures.setdefault(path, []).append(entry.signature)
         self._root = next(e.signature for e in program.module_call_graph if not e.fqn)
+
+    def function_calls(self, gm: fx.GraphModule) -> dict[fx.Node, FunctionCall]:
+        """Parts of one call bear its name.
+
+        A call that left no operation is missed, and shifts the numbers of later ones;
+        torch numbers the calls of each name, so that a gap shows.
+        """
+        if gm is self.gm:
+            self._check_numbers()
+        return aten_calls(gm)
+
+    def _check_numbers(self) -> None:
+        """Refuse where a call of a tapped name has left no operation."""
+        numbers: dict[str, set[int]] = {}
+        for _, node, _ in walk(self.gm):
+            if "torch_fn" in node.meta:
+                name, _, number = str(node.meta["torch_fn"][0]).rpartition("_")
+                numbers.setdefault(canonical_name(name), set()).add(int(number))
+        for tap in self.spec.values():
+            name = "" if tap.function is None else tap.function.name
+            seen = numbers.get(name, set())
+            if name and (name in _MAY_VANISH or len(seen) < max(seen, default=0)):
+                raise self.graph.ambiguous(
+                    tap.written,
+                    f"a call of {name!r} may have left no operation in the graph, "
+                    "which would shift the numbers of the others",
+                )
 
     def check(self, bound: Match) -> None:
         """Refuse a module that may be called through another name as well.

@@ -151,6 +151,10 @@ class ForeignGraph:
                 path = self._ids.setdefault(number, path)
             yield str(key), path, cls
 
+    def keys(self, node: fx.Node) -> list[str]:
+        """Where a node stands in the tree of modules, the root left out."""
+        return [key for key, _, _ in self.stack(node)]
+
     def _note_class(self, path: str, cls: Any) -> None:
         if isinstance(cls, type):
             self.classes[path] = cls

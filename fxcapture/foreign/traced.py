@@ -15,9 +15,11 @@ import torch
 from torch import fx, nn
 
 from fxcapture import _torch
+from fxcapture.errors import AmbiguousSiteError
 from fxcapture.foreign.dialect import Dialect
 from fxcapture.foreign.reader import Call
 from fxcapture.foreign.results import returned
+from fxcapture.passes.analyses.function_calls import FunctionCall
 from fxcapture.plan.match import entry_name, reducers_of, request_of
 from fxcapture.plan.plan import Leaf
 from fxcapture.spec.capture_spec import CaptureSpec
@@ -88,6 +90,14 @@ class Traced(Dialect):
     def __init__(
         self, gm: fx.GraphModule, spec: CaptureSpec, *, assume_tensors: bool
     ) -> None:
+        for tap in spec.values():
+            if tap.function is not None:
+                raise AmbiguousSiteError(
+                    f"the graph does not determine the calls of {tap.written}",
+                    why="which values of a symbolically traced graph are tensors shows "
+                    "when it runs",
+                    remedy="use fxcapture.compile, or instrument what torch.export made",
+                )
         # All that a tap does to a value is a reduction here: what ``take`` makes of it.
         # Attention weights are refused: nothing has watched the graph.
         kept = ("output", "select", "point", "initial", "optional", "attention")
@@ -126,6 +136,10 @@ class Traced(Dialect):
         if _torch.has_pytree_output(self.gm.graph):
             return _torch.own_pytree_output(self.gm.graph, list(own))
         return _plain(own)
+
+    def function_calls(self, gm: fx.GraphModule) -> dict[fx.Node, FunctionCall]:
+        """None: whether a node is a tensor shows when the graph runs."""
+        return {}
 
     def argument(self, path: str, call: Call | None, which: int | str) -> Any:
         """What the call's node passes."""

@@ -14,14 +14,10 @@ from torch import fx
 
 from fxcapture import _torch
 from fxcapture.errors import UnreachableValueError, UnsupportedOutputError
+from fxcapture.passes.analyses.function_calls import example_of
 from fxcapture.passes.inline import inline
 
 __all__ = ["compute", "example_of", "input_out_of_reach", "is_aten"]
-
-
-def example_of(node: fx.Node) -> Any:
-    """The value without data that a node stands for; ``None`` if it is not known."""
-    return node.meta.get("val", node.meta.get("example_value"))
 
 
 def is_aten(node: fx.Node) -> bool:

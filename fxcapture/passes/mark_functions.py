@@ -28,12 +28,19 @@ from typing import Any, final
 import torch
 from torch import fx
 
+from fxcapture.errors import AmbiguousSiteError
 from fxcapture.passes.analyses.collect_marks import graph_inputs, mark_of
+from fxcapture.passes.analyses.function_calls import (
+    FunctionCall,
+    dynamo_calls,
+    example_of,
+)
 from fxcapture.passes.base import MADE, PassResult, bodies, is_mark
-from fxcapture.passes.compute import compute, example_of, input_out_of_reach
+from fxcapture.passes.compute import compute, input_out_of_reach
 from fxcapture.reductions import Reducers, Reduction
-from fxcapture.spec.function import canonical_name, numbered, site_path
-from fxcapture.trace.functions import argument_of, holds_tensor, name_of
+from fxcapture.spec.function import numbered, site_path
+from fxcapture.trace.functions import argument_of
+from fxcapture.trace.listen import named
 from fxcapture.trace.mark import (
     BEGIN,
     CALLS,
@@ -50,6 +57,8 @@ from fxcapture.trace.templates import reduced_element
 
 __all__ = ["mark_functions"]
 
+#: The calls in a graph, by their last node.
+CallsIn = Callable[[fx.GraphModule], Mapping[fx.Node, FunctionCall]]
 #: By a module's path, as marks bear it: the functions to mark inside of it.
 Functions = Callable[[str], Sequence[FunctionTarget]]
 
@@ -67,7 +76,11 @@ class _Span:
 
 
 def mark_functions(
-    gm: fx.GraphModule, functions: Functions, reducers: Reducers
+    gm: fx.GraphModule,
+    functions: Functions,
+    reducers: Reducers,
+    calls_in: CallsIn = dynamo_calls,
+    stack_of: Callable[[fx.Node], Sequence[Any]] | None = None,
 ) -> PassResult:
     """Add the marks of every function call that is tapped.
 
@@ -75,8 +88,15 @@ def mark_functions(
         gm: A marked graph, with the beginnings of the modules' calls; edited.
         functions: The functions to mark, by their module's path.
         reducers: Record name to its reduction.
+        calls_in: Finds the calls in the kind of graph that it is.
+        stack_of: Where a node stands in the tree of modules.
+
+    Raises:
+        AmbiguousSiteError: the graph does not determine what a tapped call returned or
+            received.
     """
-    marker = _Marker(functions, reducers, graph_inputs(gm))
+    inputs = graph_inputs(gm)
+    marker = _Marker(functions, reducers, inputs, calls_in, stack_of or _stack)
     return PassResult(gm, marker.go_through(gm))
 
 
@@ -87,37 +107,49 @@ class _Marker:
         functions: Functions,
         reducers: Reducers,
         inputs: Mapping[str, fx.Node | None],
+        calls_in: CallsIn,
+        stack_of: Callable[[fx.Node], Sequence[Any]],
     ) -> None:
         self._functions = functions
         self._reducers = reducers
         self._inputs = inputs
+        self._calls_in = calls_in
+        self._stack_of = stack_of
         self._spans: list[_Span] = []
 
     def go_through(self, gm: fx.GraphModule) -> bool:
         modified = False
+        calls = self._calls_in(gm)
         for node in list(gm.graph.nodes):
             for _, body in bodies(gm, node):
                 modified |= self.go_through(body)
             if is_mark(node):
                 modified |= self._at_mark(node)
-            elif self._spans and _stack(node) == self._spans[-1].stack:
-                modified |= self._at_call(node)
+            elif node in calls and self._is_own(node):
+                modified |= self._mark(calls[node])
         return modified
+
+    def _is_own(self, node: fx.Node) -> bool:
+        spans = self._spans
+        return bool(spans) and list(self._stack_of(node)) == spans[-1].stack
 
     def _at_mark(self, node: fx.Node) -> bool:
         mark = mark_of(node)
         if mark.kind == BEGIN:
             targets = {t.name: t for t in self._functions(mark.path)}
             if targets:
-                span = _Span(mark.path, mark.token, _stack(node), targets)
-                self._spans.append(span)
+                stack = list(self._stack_of(node))
+                self._spans.append(_Span(mark.path, mark.token, stack, targets))
             return False
         if not self._spans:
             return False
         span = self._spans[-1]
         if mark.kind == NAMED:
-            if _stack(node) == span.stack:
-                self._mark(mark.path, node, mark.tensors[0], node.target, None)
+            if self._is_own(node):
+                value = mark.tensors[0]
+                self._mark(
+                    FunctionCall(mark.path, node, node, value, named, (value,), {})
+                )
             return True
         if mark.path != span.path:
             return False
@@ -126,47 +158,28 @@ class _Marker:
         _add_mark(node, span.token, [], [], encode(names, [], []), span.path, CALLS)
         return True
 
-    def _at_call(self, node: fx.Node) -> bool:
-        name, called = _called(node)
-        if not name or not holds_tensor(example_of(node)):
-            return False
-        return self._mark(name, node, node, called, node)
-
-    def _mark(
-        self,
-        name: str,
-        node: fx.Node,
-        value: fx.Node,
-        called: Any,
-        call: fx.Node | None,
-    ) -> bool:
-        """Mark one call, if it is tapped.
-
-        Args:
-            name: Its name.
-            node: Where it stands.
-            value: What it returned.
-            called: What is called.
-            call: Its node, whose arguments are its own; ``None`` for a named value.
-        """
+    def _mark(self, call: FunctionCall) -> bool:
+        """Mark one call, if it is tapped."""
         span = self._spans[-1]
-        index = span.names.count(name)
-        span.names.append(name)
-        target = span.targets.get(name)
+        index = span.names.count(call.name)
+        span.names.append(call.name)
+        target = span.targets.get(call.name)
         if target is None or not target.wants(index):
             return False
-        path = numbered(site_path(span.path, name), index)
-        if call is None:
-            taken = tuple(value for _ in target.entries)
-        else:
-            taken = tuple(
-                argument_of(called, e, call.args, call.kwargs) for e in target.entries
-            )
+        path = numbered(site_path(span.path, call.name), index)
+        if call.value is None or (target.entries and call.called is None):
+            raise _undetermined(span.path, call)
+        taken = tuple(
+            call.value
+            if call.called is named
+            else argument_of(call.called, e, call.args, dict(call.kwargs))
+            for e in target.entries
+        )
         if taken:
             tensors, sizes, structure = _taken_apart(taken)
-            _add_mark(node, span.token, tensors, sizes, structure, path, ENTRY)
-        behind = node.next
-        whole = _with_elements(value, example_of(value), behind)
+            _add_mark(call.first, span.token, tensors, sizes, structure, path, ENTRY)
+        node, behind = call.first, call.last.next
+        whole = _with_elements(call.value, example_of(call.value), behind)
         for record, output, entry, result, each in target.requests:
             for wanted, part, kind in (
                 (entry >= 0, taken[entry] if entry >= 0 else None, received(record)),
@@ -219,25 +232,19 @@ class _Marker:
         )
 
 
+def _undetermined(path: str, call: FunctionCall) -> AmbiguousSiteError:
+    what = "returned" if call.value is None else "received"
+    return AmbiguousSiteError(
+        f"the graph does not determine what the call of '{call.name}' in "
+        f"{path or 'the model'!r} {what}",
+        why="the compiler took it apart into several operations",
+        remedy="use fxcapture.compile or fxcapture.export, which see the call itself",
+    )
+
+
 def _stack(node: fx.Node) -> list[Any]:
     """Where a node stands in the tree of modules."""
     return list(node.meta.get("nn_module_stack") or ())
-
-
-def _called(node: fx.Node) -> tuple[str, Any]:
-    """The name of the call that a node is, and what is called; empty for no call."""
-    if node.op == "call_method":
-        called = getattr(torch.Tensor, str(node.target), node.target)
-        return canonical_name(str(node.target)), called
-    if node.op != "call_function" or MADE in node.meta:
-        return "", None
-    if node.target is operator.getitem:
-        first = node.args[0]
-        if not isinstance(first, fx.Node) or not isinstance(
-            example_of(first), torch.Tensor
-        ):
-            return "", None  # an element of a tuple
-    return name_of(node.target), node.target
 
 
 def _with_elements(value: fx.Node, example: Any, before: fx.Node) -> Any:

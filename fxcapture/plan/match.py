@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import final
 
 import torch
@@ -28,7 +28,15 @@ from fxcapture.spec.tap import Tap
 from fxcapture.trace.signature import describe_forward, has_forward
 from fxcapture.trace.target import FunctionTarget, Request, Target, override_keys
 
-__all__ = ["Match", "entry_name", "match", "reducers_of", "request_of", "takes_entry"]
+__all__ = [
+    "Match",
+    "entry_name",
+    "function_target",
+    "match",
+    "reducers_of",
+    "request_of",
+    "takes_entry",
+]
 
 
 @final
@@ -204,8 +212,7 @@ def match(
         )
     functions = {
         path: tuple(
-            _function_target(site_path(path, n), n, spec, paths, entries, requests)
-            for n in found
+            function_target(path, n, spec, paths, entries, requests) for n in found
         )
         for path, found in names.items()
     }
@@ -285,15 +292,25 @@ def match(
     )
 
 
-def _function_target(
-    path: str,
+def function_target(
+    module: str,
     name: str,
     spec: CaptureSpec,
     paths: Mapping[str, tuple[str, ...]],
-    entries: Mapping[str, Mapping[int | str, None]],
+    entries: Mapping[str, Collection[int | str]],
     requests: Mapping[str, tuple[Request, ...]],
 ) -> FunctionTarget:
-    """How the calls of a function at a path are tapped, by all records together."""
+    """How the calls of a function inside of a module are tapped.
+
+    Args:
+        module: The module's path.
+        name: The function's name.
+        spec: The spec.
+        paths: Record name to the matched paths.
+        entries: Path to the arguments to mark.
+        requests: Path to the reductions.
+    """
+    path = site_path(module, name)
     indices: set[int] | None = set()
     for record, found in paths.items():
         function = spec[record].function

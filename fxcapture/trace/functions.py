@@ -127,7 +127,7 @@ def parameters_of(called: Any, number: int = 0) -> Parameters:
         return found
     name = _name_of(called)
     best: Parameters | None = None
-    for schema in _torch.schemas_of_name(name):
+    for schema in _torch.schemas_of(called) or _torch.schemas_of_name(name):
         names = tuple(a.name for a in schema.arguments)
         positional = sum(not a.kwarg_only for a in schema.arguments)
         defaults = tuple(
