@@ -33,6 +33,7 @@ from fxcapture.plan.records import load_records as load_records
 from fxcapture.runtime.captured_module import CapturedModule as CapturedModule
 from fxcapture.runtime.captured_module import compile as compile
 from fxcapture.runtime.functional import functional as functional
+from fxcapture.spec.attention_tap import AttentionScores as AttentionScores
 from fxcapture.spec.attention_tap import AttentionWeights as AttentionWeights
 from fxcapture.spec.capture_spec import CaptureSpec as CaptureSpec
 from fxcapture.spec.tap import Tap as Tap
@@ -43,6 +44,7 @@ from fxcapture.trace.listen import named as named
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionScores",
     "AttentionWeights",
     "CaptureSpec",
     "Captured",

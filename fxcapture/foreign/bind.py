@@ -13,7 +13,8 @@ from typing import Any
 
 from fxcapture.errors import AmbiguousSiteError, TargetNotFoundError
 from fxcapture.foreign.reader import REMEDY, Call, ForeignGraph
-from fxcapture.plan.match import Match, entry_name, function_target, request_of
+from fxcapture.plan.function_targets import function_target
+from fxcapture.plan.match import Match, entry_name, request_of
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.function import module_of, site_path
 from fxcapture.spec.module_table import ModuleTable

@@ -96,7 +96,7 @@ class Traced(Dialect):
                     f"the graph does not determine the calls of {tap.written}",
                     why="which values of a symbolically traced graph are tensors shows "
                     "when it runs",
-                    remedy="use fxcapture.compile, or instrument what torch.export made",
+                    remedy="use fxcapture.compile, or instrument an exported program",
                 )
         # All that a tap does to a value is a reduction here: what ``take`` makes of it.
         # Attention weights are refused: nothing has watched the graph.

@@ -127,7 +127,18 @@ class _Marker:
                 modified |= self._at_mark(node)
             elif node in calls and self._is_own(node):
                 modified |= self._mark(calls[node])
+            elif node in calls and self._spans:
+                self._note_inner(node, calls[node].name)
         return modified
+
+    def _note_inner(self, node: fx.Node, name: str) -> None:
+        """Note a call of a module inside of the span's, which is that one's own."""
+        span = self._spans[-1]
+        if name in span.targets:
+            path = next(reversed(node.meta["nn_module_stack"].values()))[0]
+            inner = site_path(str(path).rpartition(".")[2], name)
+            if inner not in span.names:
+                span.names.append(inner)
 
     def _is_own(self, node: fx.Node) -> bool:
         spans = self._spans

@@ -11,7 +11,7 @@ from collections.abc import Sequence, Set
 from fxcapture.errors import NeverCalledError, nearest
 from fxcapture.plan.match import Match
 from fxcapture.plan.sites import Site
-from fxcapture.spec.function import Function, module_of
+from fxcapture.spec.function import Function, module_of, site_path
 from fxcapture.spec.tap import Tap
 
 __all__ = ["check_called_inside", "function_hits"]
@@ -82,14 +82,16 @@ def _not_called_inside(
     record: str, tap: Tap, bound: Match, missing: Sequence[str], sites: Sequence[Site]
 ) -> NeverCalledError:
     """The error for modules that did not make the function calls of a tap."""
+    function = tap.function
+    assert function is not None
     path = module_of(missing[0])
     shown = f"{path or 'the model'!r} ({bound.classes[missing[0]]})"
     if len(missing) > 1:
         shown += f" and {len(missing) - 1} more"
     called = [s.functions for s in sites if s.path == path and s.functions is not None]
-    names = list(dict.fromkeys(name for found in called for name in found))
-    function = tap.function
-    assert function is not None
+    every = dict.fromkeys(name for found in called for name in found)
+    names = [name for name in every if "::" not in name]
+    inner = [name for name in every if name.endswith(f"::{function.name}")]
     if not called:
         why = "this run never called the module as one whose function calls are seen"
         remedy = "narrow the target to modules that run, or pass optional=True"
@@ -101,6 +103,9 @@ def _not_called_inside(
         why = "it calls " + (", ".join(names) or "no function that returns a tensor")
         why += "; calls inside of the modules in it belong to those"
         remedy = "name one of these, or the module that makes the call"
+        if inner:
+            module = f"{path}.{module_of(inner[0])}" if path else module_of(inner[0])
+            remedy += f": {site_path(module, str(function))!r} does"
     return NeverCalledError(
         f"record {record!r}: {tap.written} matched {shown}, which does not call "
         f"'{function}' itself",

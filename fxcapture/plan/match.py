@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import final
 
 import torch
 from torch import nn
 
 from fxcapture.errors import ElementError, NeverCalledError, nearest
+from fxcapture.plan.function_targets import (
+    function_target,
+    inner_targets,
+    modules_inside,
+)
 from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
 from fxcapture.spec.capture_spec import CaptureSpec
@@ -31,7 +36,6 @@ from fxcapture.trace.target import FunctionTarget, Request, Target, override_key
 __all__ = [
     "Match",
     "entry_name",
-    "function_target",
     "match",
     "reducers_of",
     "request_of",
@@ -216,7 +220,7 @@ def match(
         )
         for path, found in names.items()
     }
-    listeners = _inside(functions, table)
+    listeners = modules_inside(functions, table)
     for path, wanted in entries.items():
         if path not in table.first:
             continue  # a function's
@@ -278,65 +282,10 @@ def match(
             for entry in table.candidates()
         ),
         functions=functions,
-        inner=tuple(
-            Target(
-                path=path,
-                real_path=tuple(table.first[path][0].split(".")),
-                key=keys_of(table.first[path][1])[-1],
-                functions=(),
-                silent=True,
-            )
-            for path in listeners
-            if path not in entries and has_forward(table.first[path][1])
+        inner=inner_targets(
+            [path for path in listeners if path not in entries], table, keys_of
         ),
     )
-
-
-def function_target(
-    module: str,
-    name: str,
-    spec: CaptureSpec,
-    paths: Mapping[str, tuple[str, ...]],
-    entries: Mapping[str, Collection[int | str]],
-    requests: Mapping[str, tuple[Request, ...]],
-) -> FunctionTarget:
-    """How the calls of a function inside of a module are tapped.
-
-    Args:
-        module: The module's path.
-        name: The function's name.
-        spec: The spec.
-        paths: Record name to the matched paths.
-        entries: Path to the arguments to mark.
-        requests: Path to the reductions.
-    """
-    path = site_path(module, name)
-    indices: set[int] | None = set()
-    for record, found in paths.items():
-        function = spec[record].function
-        if path not in found or function is None or indices is None:
-            continue
-        if function.index is None or function.counts_from_end:
-            indices = None  # which one it is, is known when the module returns
-        else:
-            indices.add(function.index)
-    return FunctionTarget(
-        name=name,
-        indices=None if indices is None else tuple(sorted(indices)),
-        entries=tuple(entries[path]),
-        requests=requests[path],
-    )
-
-
-def _inside(modules: Iterable[str], table: ModuleTable) -> dict[str, None]:
-    """Paths of the modules inside of some, without these themselves."""
-    first = {id(module): path for path, (_, module) in table.first.items()}
-    return {
-        first[id(inner)]: None
-        for path in modules
-        for inner in table.first[path][1].modules()
-        if inner is not table.first[path][1] and id(inner) in first
-    }
 
 
 def _returns_weights(tap: Tap, path: str) -> bool:

@@ -64,8 +64,8 @@ def slot_of(
         what = f"the output of {site.describe()}, {site.result.describe()}"
     elif tap.attention is not None:
         kind = weights(name)
-        structure = _weights(site, name)
-        what = f"the attention weights of {site.describe()}"
+        structure = _weights(site, name, tap.attention.noun)
+        what = f"the attention {tap.attention.noun} of {site.describe()}"
     elif entry:
         kind = received(name) if tap.reduce is not None else ENTRY
         which = bound.entries[site.path].index(entry_name(tap))  # type: ignore[arg-type]
@@ -176,8 +176,8 @@ def _holds_tensor(structure: Structure) -> bool:
     return next(structure.leaves("tensor"), None) is not None
 
 
-def _weights(site: Site, name: str) -> Structure:
-    """The attention weights of the one fused call that a site made.
+def _weights(site: Site, name: str, noun: str) -> Structure:
+    """The attention weights, or scores, of the one fused call that a site made.
 
     Raises:
         UnsupportedOutputError: it made none, or several.
@@ -209,7 +209,7 @@ def _weights(site: Site, name: str) -> Structure:
         why = f"it made {number} fused calls"
         remedy = "target the attention modules below it, one call each"
     raise UnsupportedOutputError(
-        f"record {name!r}: {site.describe()} has no attention weights of its own",
+        f"record {name!r}: {site.describe()} has no attention {noun} of its own",
         why=why,
         remedy=remedy,
     )

@@ -1,4 +1,4 @@
-"""Which part of a module's attention weights is wanted.
+"""Which part of a module's attention weights, or scores, is wanted.
 
 Invariants
     Frozen, hashable, and to and from JSON values.
@@ -19,12 +19,13 @@ __all__ = ["Attention"]
 @final
 @dataclasses.dataclass(frozen=True, slots=True, init=False)
 class Attention:
-    """Which part of the weights is wanted.
+    """Which part of the weights, or of the scores, is wanted.
 
     Args:
         heads: Heads: an int, ints in the wanted order, a slice, or ``None`` for all.
             Negative ones count from the end.  The dimension stays, also for one head.
         queries: Query positions, in the same way.
+        scores: The scores: what the softmax makes the weights of.
 
     Raises:
         SpecTypeError: a field is of the wrong type.
@@ -33,15 +34,27 @@ class Attention:
 
     heads: Positions
     queries: Positions
+    scores: bool
 
-    def __init__(self, heads: Any = None, queries: Any = None) -> None:
+    def __init__(
+        self, heads: Any = None, queries: Any = None, scores: bool = False
+    ) -> None:
         object.__setattr__(self, "heads", _some(heads, "heads"))
         object.__setattr__(self, "queries", _some(queries, "queries"))
+        object.__setattr__(self, "scores", scores)
+
+    @property
+    def noun(self) -> str:
+        """What it is, for messages."""
+        return "scores" if self.scores else "weights"
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; those that mean "all" are left out."""
         fields = {"heads": self.heads, "queries": self.queries}
-        return {k: _to_list(v) for k, v in fields.items() if v is not None}
+        out: dict[str, Any] = {
+            k: _to_list(v) for k, v in fields.items() if v is not None
+        }
+        return out | {"scores": True} if self.scores else out
 
     @staticmethod
     def from_json(data: Any) -> Attention:
@@ -50,13 +63,21 @@ class Attention:
         Raises:
             SpecError: it is something else.
         """
-        if not isinstance(data, Mapping) or data.keys() - {"heads", "queries"}:
+        known = {"heads", "queries", "scores"}
+        if (
+            not isinstance(data, Mapping)
+            or data.keys() - known
+            or data.get("scores", True) is not True
+        ):
             raise SpecError(
                 f"attention={data!r} is not a part of the weights",
-                why="expected an object with no other fields than heads and queries",
+                why="expected an object with no other fields than heads, queries and "
+                "scores, which is true if it is there",
                 remedy="write it with CaptureSpec.to_json",
             )
-        return Attention(**{k: _from_list(v, k) for k, v in data.items()})
+        return Attention(
+            **{k: v if k == "scores" else _from_list(v, k) for k, v in data.items()}
+        )
 
 
 def _to_list(positions: tuple[int, ...] | Slice) -> list[Any]:

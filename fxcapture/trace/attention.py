@@ -32,7 +32,11 @@ from torch.overrides import TorchFunctionMode
 from fxcapture import _torch
 from fxcapture.spec.attention import Attention
 from fxcapture.spec.positions import Positions, Slice
-from fxcapture.trace.attention_kernel import ATTENTION_WEIGHTS, softmax_weights
+from fxcapture.trace.attention_kernel import (
+    ATTENTION_WEIGHTS,
+    masked_scores,
+    softmax_weights,
+)
 
 __all__ = [
     "FlexCall",
@@ -161,11 +165,11 @@ _FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 def attention_weights(
     call: FusedCall | FlexCall, wanted: Attention, saving: bool | None = None
 ) -> torch.Tensor:
-    """The weights of one fused call.
+    """The weights of one fused call, or the scores that they are the softmax of.
 
     Args:
         call: The call.
-        wanted: Which heads and queries.
+        wanted: Which of the two, for which heads and queries.
         saving: Use the operator that needs no memory beside its result; ``None``:
             where the trace that this runs in allows it.
 
@@ -195,12 +199,14 @@ def attention_weights(
         causal = _pick(rows, wanted.queries, -2) >= columns
         # Torch allows one of the two only.
         mask = causal if mask is None else _both(mask, causal)
-    if _saves_memory(query, key, mask) if saving is None else saving:
-        made: torch.Tensor = ATTENTION_WEIGHTS(query, key, mask, scale)
-        return made
+    if saving is None:
+        saving = _saves_memory(query, key, mask)
+    if saving and not wanted.scores:
+        return ATTENTION_WEIGHTS(query, key, mask, scale)  # type: ignore[no-any-return]
     scores = torch.matmul(query * scale, key.transpose(-2, -1))
     scores = scores.float() if scores.dtype in _HALVES else scores
-    return softmax_weights(scores, mask).to(query.dtype)
+    made = masked_scores if wanted.scores else softmax_weights
+    return made(scores, mask).to(query.dtype)
 
 
 def _both(mask: torch.Tensor, causal: torch.Tensor) -> torch.Tensor:
@@ -249,7 +255,8 @@ def _flex_weights(call: FlexCall, wanted: Attention) -> torch.Tensor:
         allowed = _at_each_position(call.mask_mod, (), len(call.mask_more))(
             *positions, *call.mask_more
         )
-    return softmax_weights(scores, allowed).to(query.dtype)
+    made = masked_scores if wanted.scores else softmax_weights
+    return made(scores, allowed).to(query.dtype)
 
 
 def _at_each_position(

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["ATTENTION_WEIGHTS", "softmax_weights"]
+__all__ = ["ATTENTION_WEIGHTS", "masked_scores", "softmax_weights"]
 
 _BLOCK_BYTES = 2**20  # of scores at a time: half of a common second-level cache
 
@@ -90,6 +90,20 @@ def _bias(
     return bias, nothing if nothing.any() else None
 
 
+def masked_scores(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Scores with a mask applied.
+
+    Args:
+        scores: The scaled scores.
+        mask: Boolean (true: may read) or additive, or ``None``.
+    """
+    if mask is None:
+        return scores
+    if mask.dtype == torch.bool:
+        return scores.masked_fill(~mask, -math.inf)
+    return scores + mask
+
+
 def softmax_weights(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     """Softmax over the last dimension; a row that may read nothing is zero.
 
@@ -99,10 +113,7 @@ def softmax_weights(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Te
     """
     if mask is None:
         return torch.softmax(scores, dim=-1)
-    if mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
-    else:
-        scores = scores + mask
+    scores = masked_scores(scores, mask)
     # The softmax of a row of infinities is not a number; the kernel reads nothing.
     nothing = (scores == -math.inf).all(dim=-1, keepdim=True)
     return torch.softmax(scores, dim=-1).masked_fill(nothing, 0.0)
