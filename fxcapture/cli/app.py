@@ -41,6 +41,8 @@ from fxcapture.cli.tables import (
     explain_data,
     export_data,
     export_table,
+    function_data,
+    function_table,
     site_data,
     site_table,
     verify_data,
@@ -104,6 +106,10 @@ def sites(
     depth: Annotated[
         int, typer.Option(min=1, help="deepest level of modules shown")
     ] = 3,
+    inside: Annotated[
+        str | None,
+        typer.Option(help="list the function calls inside of the modules it means"),
+    ] = None,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -111,11 +117,16 @@ def sites(
     with reported(debug):
         loaded = _load(call, meta=True)
         with working("tracing"):
-            rows = site_data(loaded, depth)
+            if inside is None:
+                rows = site_data(loaded, depth)
+            else:
+                rows = function_data(loaded, inside)
         if as_json:
             print_json(rows)
-        else:
+        elif inside is None:
             print_table(*site_table(rows, depth))
+        else:
+            print_table(*function_table(rows))
 
 
 @app.command()

@@ -30,6 +30,8 @@ __all__ = [
     "explain_data",
     "export_data",
     "export_table",
+    "function_data",
+    "function_table",
     "site_data",
     "site_table",
     "verify_data",
@@ -101,6 +103,41 @@ def site_table(data: list[dict[str, Any]], depth: int) -> _Table:
         )
     columns = ["path", "class", "calls", "output", "shape", "dtype", "size"]
     return title, columns, rows
+
+
+def function_data(loaded: Loaded, inside: str) -> list[dict[str, Any]]:
+    """The function calls inside of modules, as JSON values."""
+    found = sites(loaded.model, loaded.args, loaded.kwargs, inside=inside)
+    return [
+        {
+            "target": point.path,
+            "arguments": point.arguments,
+            "output": point.output,
+            "shapes": [list(s) for s in point.shapes],
+            "dtypes": list(point.dtypes),
+            "bytes": point.num_bytes,
+            "line": point.line,
+        }
+        for point in found
+    ]
+
+
+def function_table(data: list[dict[str, Any]]) -> _Table:
+    """The same as a table."""
+    rows = [
+        [
+            row["target"],
+            row["arguments"],
+            row["output"],
+            " ".join(map(_sizes, row["shapes"])),
+            " ".join(dict.fromkeys(row["dtypes"])),
+            format_bytes(row["bytes"]),
+            row["line"],
+        ]
+        for row in data
+    ]
+    columns = ["target", "arguments", "output", "shape", "dtype", "size", "line"]
+    return f"{len(rows)} function call{'s' * (len(rows) != 1)}", columns, rows
 
 
 def estimate_data(made: Estimate) -> dict[str, Any]:

@@ -11,6 +11,7 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final, overload
@@ -23,6 +24,8 @@ from fxcapture.errors import SpecTypeError, TraceError
 from fxcapture.inspect.arguments import example_arguments
 from fxcapture.inspect.estimate import format_bytes
 from fxcapture.inspect.fake_run import Fakes
+from fxcapture.inspect.hearing import hearing
+from fxcapture.inspect.inside import FunctionPoint, FunctionSurvey, Notes
 from fxcapture.plan.match import match
 from fxcapture.plan.printing import preformatted
 from fxcapture.plan.sites import (
@@ -34,6 +37,8 @@ from fxcapture.plan.sites import (
     site_of,
 )
 from fxcapture.spec.capture_spec import CaptureSpec
+from fxcapture.spec.module_table import ModuleTable
+from fxcapture.spec.selector import Selector
 from fxcapture.spec.tap import Tap
 from fxcapture.trace.fused_layers import fused_attention
 from fxcapture.trace.mark import Mark
@@ -136,13 +141,32 @@ def _num_bytes(site: Site) -> int:
     )
 
 
+@overload
 def sites(
     model: nn.Module | Callable[..., Any],
     args: Sequence[Any] | torch.Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     device: torch.device | str | None = None,
-) -> Survey:
+    inside: None = None,
+) -> Survey: ...
+@overload
+def sites(
+    model: nn.Module | Callable[..., Any],
+    args: Sequence[Any] | torch.Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    inside: Any,
+) -> FunctionSurvey: ...
+def sites(
+    model: nn.Module | Callable[..., Any],
+    args: Sequence[Any] | torch.Tensor = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: torch.device | str | None = None,
+    inside: Any = None,
+) -> Survey | FunctionSurvey:
     """List what a model lets one capture, without running it.
 
     Example::
@@ -158,11 +182,15 @@ def sites(
             dtypes count, not their values.
         kwargs: Example keyword arguments.
         device: Where to pretend that everything is; by default where it is.
+        inside: A target, as in a :class:`Tap`: list the function calls that these
+            modules make themselves, each in its first call, with the target that means
+            it.
 
     Returns:
-        One point for each module that the run calls.
+        One point for each module that the run calls, or for each function call.
 
     Raises:
+        TargetNotFoundError: ``inside`` matches no module.
         SpecTypeError: ``model`` is no module, or ``args`` no arguments.
         TraceError: the model reads the value of a tensor.
     """
@@ -176,6 +204,9 @@ def sites(
     model = _torch.unwrap_optimized(model)
     fakes = Fakes(device)
     shadow = fakes.model(model)
+    call = functools.partial(_run, shadow, fakes, positional, named)
+    if inside is not None:
+        return FunctionSurvey(_inside(shadow, inside, call))
     everything = CaptureSpec({"all": Tap("**", optional=True)})
     bound = match(everything, shadow)
     marks: list[Mark] = []
@@ -185,24 +216,9 @@ def sites(
 
     saved = Saved([], [])
     try:
-        # The fused kernel for inference calls no submodule.
-        enter(
-            shadow,
-            way_to(shadow, bound.targets, by_dynamo=False),
-            note,
-            {},
-            into=saved,
-        )
-        with torch.no_grad(), fakes.mode, fused_attention(False):
-            shadow(*fakes.value(positional), **fakes.value(named))
-    except _torch.no_data_errors() as error:
-        raise TraceError(
-            f"{type(model).__name__} reads the value of a tensor, so that what it "
-            "calls depends on the data",
-            why=f"{type(error).__name__}: {error}".strip().replace("\n", "\n    "),
-            remedy="survey the part of the model that does not; CapturedModule.sites "
-            "lists what a real call found",
-        ) from error
+        way = way_to(shadow, bound.targets, by_dynamo=False)
+        enter(shadow, way, note, {}, into=saved)
+        call()
     finally:
         leave(saved)
     found = [
@@ -216,6 +232,36 @@ def sites(
         for call in group_marks(marks)
     ]
     return Survey(SiteTable(pair_hooked(found)[0]))
+
+
+def _run(
+    shadow: nn.Module, fakes: Fakes, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Call the fake model."""
+    try:
+        # The fused kernel for inference calls no submodule.
+        with torch.no_grad(), fakes.mode, fused_attention(False):
+            shadow(*fakes.value(args), **fakes.value(kwargs))
+    except _torch.no_data_errors() as error:
+        raise TraceError(
+            f"{type(shadow).__name__} reads the value of a tensor, so that what it "
+            "calls depends on the data",
+            why=f"{type(error).__name__}: {error}".strip().replace("\n", "\n    "),
+            remedy="survey the part of the model that does not; CapturedModule.sites "
+            "lists what a real call found",
+        ) from error
+
+
+def _inside(
+    shadow: nn.Module, target: Any, call: Callable[[], None]
+) -> list[FunctionPoint]:
+    """The function calls of the modules that a target means."""
+    table = ModuleTable(shadow)
+    paths = Selector.of(target).match(table)
+    notes = Notes()
+    with hearing(shadow, {id(table.first[p][1]): p for p in paths}, notes):
+        call()
+    return notes.points
 
 
 def _type_of(tensor: torch.Tensor) -> tuple[list[int | str], str]:

@@ -30,7 +30,7 @@ from fxcapture.reductions import Reduction
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.positions import Slice
 from fxcapture.spec.tap import Tap
-from fxcapture.testing.reference_functions import hearing
+from fxcapture.testing.reference_functions import hearing_taps
 from fxcapture.trace.listen import unheard
 from fxcapture.trace.signature import describe_forward
 from fxcapture.trace.target import find
@@ -69,7 +69,7 @@ def eager_reference(
     with (
         _unchanged(model),
         _watching(model, bound, seen),
-        hearing(model, bound, seen, snapshot),
+        hearing_taps(model, bound, seen, snapshot),
     ):
         output = model(*args, **kwargs)
     values: dict[str, tuple[Any, ...]] = {}
