@@ -58,6 +58,7 @@ def compute(
         # A view would keep all of the tensor alive that it looks at.
         return made.clone() if keeps_more else made
 
+    computed.__name__ = function.__name__  # names the node
     graph = before.graph
     with graph.inserting_before(before):
         if is_aten(like):

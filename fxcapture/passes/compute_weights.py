@@ -114,7 +114,7 @@ def _compute(
     )
     kind_of_call: Any = type(call)
 
-    def weights_of(found: Any) -> torch.Tensor:
+    def attention_weights_of(found: Any) -> torch.Tensor:
         given, given_source = found
         made = attention_weights(kind_of_call(*given), asked.part, saving)
         if asked.reduce is None:
@@ -124,7 +124,7 @@ def _compute(
         return asked.reduce(made, given_source)
 
     node = compute(
-        weights_of,
+        attention_weights_of,
         (values, source),
         before=fused.node.next,
         like=fused.node,
