@@ -44,6 +44,10 @@ _OUR_SIDE_EFFECT = (
 )
 
 
+#: Of the listeners, which are made in the trace and are gone with it.
+_A_MODE_S_SIDE_EFFECT = r".*side effects happened.*: \['<unknown source>'\]$"
+
+
 @contextlib.contextmanager
 def overridden(
     model: nn.Module,
@@ -134,6 +138,8 @@ def trace(
         # Where ``read_inputs`` puts them, which is empty again after the call; anything
         # else that the model writes to is still warned of.
         warnings.filterwarnings("ignore", _OUR_SIDE_EFFECT)
+        if any(target.functions for target in targets):
+            warnings.filterwarnings("ignore", _A_MODE_S_SIDE_EFFECT)
         try:
             return torch.export.export(
                 model,

@@ -151,7 +151,9 @@ def _arguments(call: HeardCall) -> str:
     """The arguments as in a call, tensors by their shapes."""
     names: Sequence[str] = ()
     if call.called is not None:
-        names = parameters_of(call.called, len(call.args)).names
+        found = parameters_of(call.called, len(call.args)).names
+        # A method's own tensor is called as the function's is.
+        names = ["input" if name == "self" else name for name in found]
     if any(
         n in _SEVERAL and type(v) is int for n, v in zip(names, call.args, strict=False)
     ):

@@ -173,8 +173,8 @@ class _Collecting:
         """Whether to keep the tensors of a mark; ``None``: it counts for nothing."""
         if _collecting[-1] is not self:
             return None
-        if kind not in ENDS:
-            return True
+        if kind not in ENDS or "::" in path:
+            return True  # which of a module's function calls count shows at the end
         last = kind == HOOKED or path not in self.hooked
         kept = False
         for record in self.records[path]:
@@ -206,7 +206,7 @@ def _plan(names: Names, asked: Asked) -> tuple[Any, ...]:
     spec = record_spec(model, names)
     bound = match(spec, model)
     positions, promised = positions_of(model, spec, wanted)
-    paths = list(dict.fromkeys(target.path for target in bound.targets))
+    paths = list(dict.fromkeys(target.path for target in bound.listening))
     taps = {name: tap.recorded for name, tap in spec.items() if tap.recorded}
     begin_collection()
     return tuple(

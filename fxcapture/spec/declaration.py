@@ -66,6 +66,9 @@ class OutputRecorder:
             stands before the outputs.
         num_hidden_layers_key: The config attribute that says how many layers there are,
             from which negative positions are counted.
+        function: A function call that these modules make themselves, such as
+            ``"softmax"`` or ``"add[0]"``: its result is recorded in place of the
+            module's output.
     """
 
     target_class: Any = None
@@ -74,6 +77,7 @@ class OutputRecorder:
     class_name: str | None = None
     capture_initial_hidden_state: bool = True
     num_hidden_layers_key: str = "num_hidden_layers"
+    function: str | None = None
 
 
 class Task(NamedTuple):
@@ -82,6 +86,7 @@ class Task(NamedTuple):
     record: str
     element: int
     initial: bool
+    function: str | None = None
 
 
 class Found(NamedTuple):
@@ -185,7 +190,10 @@ def find(model: nn.Module, records: Sequence[str]) -> list[Found]:
                 Task(
                     record,
                     recorder.index,
-                    record == "hidden_states" and recorder.capture_initial_hidden_state,
+                    record == "hidden_states"
+                    and recorder.capture_initial_hidden_state
+                    and recorder.function is None,
+                    recorder.function,
                 )
                 for record, recorder, matches in matchers
                 if matches(member)

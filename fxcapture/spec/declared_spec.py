@@ -22,6 +22,7 @@ from fxcapture.spec.declaration import (
     holds_weights,
     sub_models,
 )
+from fxcapture.spec.function import Function, site_path
 from fxcapture.spec.recorded import Recorded
 from fxcapture.spec.tap import Tap
 
@@ -96,12 +97,19 @@ def record_spec(model: nn.Module, records: Iterable[str]) -> CaptureSpec:
             f.path: f for f in find(model, (record,)) if not (f.nested and f.enclosed)
         }
         if found:
+            function = _function(record, found.values())
             initial = [p for p, f in found.items() if any(t.initial for t in f.tasks)]
+            weights = holds_weights(record) and function is None
             taps[record] = Tap(
                 list(found),
                 recorded=Recorded(
                     elements=tuple(
-                        (path, tuple(task.element for task in f.tasks))
+                        (
+                            path
+                            if function is None
+                            else site_path(path, function.name),
+                            tuple(task.element for task in f.tasks),
+                        )
                         for path, f in found.items()
                     ),
                     initial=frozenset(initial),
@@ -110,10 +118,29 @@ def record_spec(model: nn.Module, records: Iterable[str]) -> CaptureSpec:
                     eager=frozenset(path for path, f in found.items() if f.eager),
                 ),
                 initial=bool(initial),
-                attention=Attention() if holds_weights(record) else None,
+                attention=Attention() if weights else None,
                 optional=True,
+                function=function,
             )
     return CaptureSpec(taps)
+
+
+def _function(record: str, found: Iterable[Found]) -> Function | None:
+    """The function calls that all recorders of a record name; ``None`` for none.
+
+    Raises:
+        SpecError: they name different ones.
+    """
+    written = {task.function for target in found for task in target.tasks}
+    if len(written) > 1:
+        shown = ", ".join(sorted(map(repr, written)))
+        raise SpecError(
+            f"the recorders of {record!r} name different functions: {shown}",
+            why="the entries of a record are values of one kind",
+            remedy="declare one record for each function",
+        )
+    [name] = written
+    return None if name is None else Function.of(name)
 
 
 def _name(path: str, record: str, taken: dict[str, Tap]) -> str:
@@ -138,4 +165,5 @@ def _tap(path: str, record: str, found: list[Found]) -> Tap:
         output=indices[0],
         initial=any(task.initial for task in tasks),
         optional=True,
+        function=_function(record, found),
     )

@@ -1,0 +1,1 @@
+"""Values inside of modules."""
