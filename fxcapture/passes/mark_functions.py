@@ -30,6 +30,7 @@ from torch import fx
 
 from fxcapture.errors import AmbiguousSiteError
 from fxcapture.passes.analyses.collect_marks import graph_inputs, mark_of
+from fxcapture.passes.analyses.direct_calls import stands_in
 from fxcapture.passes.analyses.function_calls import (
     FunctionCall,
     dynamo_calls,
@@ -59,6 +60,8 @@ __all__ = ["mark_functions"]
 
 #: The calls in a graph, by their last node.
 CallsIn = Callable[[fx.GraphModule], Mapping[fx.Node, FunctionCall]]
+#: By a module's path: see ``forwards_inside``.
+CodeOf = Callable[[str], Any]
 #: By a module's path, as marks bear it: the functions to mark inside of it.
 Functions = Callable[[str], Sequence[FunctionTarget]]
 
@@ -73,6 +76,11 @@ class _Span:
     stack: list[Any]
     targets: dict[str, FunctionTarget]
     names: list[str] = dataclasses.field(default_factory=list)
+    code: Any = None
+
+    def holds_directly(self, node: fx.Node) -> bool:
+        """Whether a node of its place is not one of a direct call inside of it."""
+        return self.code is None or not stands_in(node, self.code)
 
 
 def mark_functions(
@@ -81,6 +89,7 @@ def mark_functions(
     reducers: Reducers,
     calls_in: CallsIn = dynamo_calls,
     stack_of: Callable[[fx.Node], Sequence[Any]] | None = None,
+    code_of: CodeOf | None = None,
 ) -> PassResult:
     """Add the marks of every function call that is tapped.
 
@@ -90,13 +99,15 @@ def mark_functions(
         reducers: Record name to its reduction.
         calls_in: Finds the calls in the kind of graph that it is.
         stack_of: Where a node stands in the tree of modules.
+        code_of: By a module's path, the code of ``forward`` inside of it, which tells
+            direct calls.
 
     Raises:
         AmbiguousSiteError: the graph does not determine what a tapped call returned or
             received.
     """
     inputs = graph_inputs(gm)
-    marker = _Marker(functions, reducers, inputs, calls_in, stack_of or _stack)
+    marker = _Marker(functions, reducers, inputs, calls_in, stack_of or _stack, code_of)
     return PassResult(gm, marker.go_through(gm))
 
 
@@ -109,12 +120,14 @@ class _Marker:
         inputs: Mapping[str, fx.Node | None],
         calls_in: CallsIn,
         stack_of: Callable[[fx.Node], Sequence[Any]],
+        code_of: CodeOf | None,
     ) -> None:
         self._functions = functions
         self._reducers = reducers
         self._inputs = inputs
         self._calls_in = calls_in
         self._stack_of = stack_of
+        self._code_of = code_of
         self._spans: list[_Span] = []
 
     def go_through(self, gm: fx.GraphModule) -> bool:
@@ -134,15 +147,18 @@ class _Marker:
     def _note_inner(self, node: fx.Node, name: str) -> None:
         """Note a call of a module inside of the span's, which is that one's own."""
         span = self._spans[-1]
-        if name in span.targets:
-            path = next(reversed(node.meta["nn_module_stack"].values()))[0]
+        stack = node.meta.get("nn_module_stack")
+        if name in span.targets and stack:
+            path = next(reversed(stack.values()))[0]
             inner = site_path(str(path).rpartition(".")[2], name)
             if inner not in span.names:
                 span.names.append(inner)
 
     def _is_own(self, node: fx.Node) -> bool:
         spans = self._spans
-        return bool(spans) and list(self._stack_of(node)) == spans[-1].stack
+        if not spans or list(self._stack_of(node)) != spans[-1].stack:
+            return False
+        return spans[-1].holds_directly(node)
 
     def _at_mark(self, node: fx.Node) -> bool:
         mark = mark_of(node)
@@ -150,7 +166,10 @@ class _Marker:
             targets = {t.name: t for t in self._functions(mark.path)}
             if targets:
                 stack = list(self._stack_of(node))
-                self._spans.append(_Span(mark.path, mark.token, stack, targets))
+                span = _Span(mark.path, mark.token, stack, targets)
+                if self._code_of is not None:
+                    span.code = self._code_of(mark.path)
+                self._spans.append(span)
             return False
         if not self._spans:
             return False

@@ -239,7 +239,9 @@ class DynamoProgram:
             if call.whole:
                 check_whole(gm)
             graph = kept_graph(gm)
-            mark_function_calls(graph, self.capture, self._bound, call.whole)
+            mark_function_calls(
+                graph, self.model, self.capture, self._bound, call.whole
+            )
             if call.whole:
                 whole = WholeDelivery(
                     self.spec, self._bound, graph, number, self.keep_output

@@ -272,6 +272,38 @@ def test_a_later_write_shows_in_no_record() -> None:
         assert not torch.equal(records["h"][0] + 1, records["in"][0])
 
 
+@pytest.mark.parametrize("way", ["eager", "pieces", "regions", "functional", "export"])
+@torch.no_grad()
+def test_a_direct_call_of_forward_is_the_inner_module_s(way: str) -> None:
+    class Parent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Child(), Child()
+
+        def helper(self, x: torch.Tensor) -> torch.Tensor:
+            return F.silu(x)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first.forward(F.silu(x))
+            if way == "pieces":
+                torch._dynamo.graph_break()
+            return self.helper(self.second(x))
+
+    class Direct(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([Parent(), Parent()])
+
+    torch.manual_seed(0)
+    built = Direct().eval()
+    spec = {"own": fxc.Tap("layers.*::silu"), "inner": fxc.Tap("**.first::silu")}
+    expected = eager_reference(built, fxc.CaptureSpec(spec), (X,)).records
+    records = WAYS[way](built, spec)
+    assert len(records["own"]) == 4
+    for name in spec:
+        assert_same(records[name], expected[name])
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
