@@ -16,7 +16,6 @@ from typing import Any, final, overload
 
 import torch
 
-import fxcapture
 from fxcapture.inspect.estimate import format_bytes
 from fxcapture.inspect.hearing import HeardCall
 from fxcapture.plan.printing import preformatted
@@ -27,7 +26,7 @@ from fxcapture.trace.structure_text import encode, parse
 
 __all__ = ["FunctionPoint", "FunctionSurvey", "Notes"]
 
-_OURS = f"{Path(fxcapture.__file__).parent}{os.sep}"
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 
 

@@ -274,7 +274,7 @@ class RealScope:
     def _make(
         self, target: Target, module: nn.Module, runs: RunRegion | None
     ) -> Override:
-        name, method = self._group(target, runs)
+        name, method = self._group(target, module, runs)
         self._members.setdefault(name, target.path)
         token = self._token_of.get(target.path)
         if token is None:
@@ -285,10 +285,12 @@ class RealScope:
         return Override(module, target.key, method, own)
 
     def _group(
-        self, target: Target, runs: RunRegion | None
+        self, target: Target, module: nn.Module, runs: RunRegion | None
     ) -> tuple[str, Callable[..., Any]]:
         likeness = self.bound.likeness(target.path)
-        alike = (target._replace(path="", real_path=()), likeness, runs)
+        # What one class calls, and by which code, says nothing of another's.
+        kind = type(module) if target.functions else None
+        alike = (target._replace(path="", real_path=()), likeness, runs, kind)
         if alike not in self._groups:
             name = f"#{len(self._groups)}"
             self._groups[alike] = (
