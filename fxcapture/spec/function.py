@@ -147,7 +147,7 @@ def split_target(target: Any) -> tuple[Any, Function | None]:
     if not isinstance(target, (list, tuple)):
         return target, None
     parts = [split_target(part) for part in target]
-    functions = {function for _, function in parts}
+    functions = dict.fromkeys(function for _, function in parts)
     if len(functions) > 1:
         shown = ", ".join("none" if f is None else f"'{f}'" for f in functions)
         raise SpecError(
