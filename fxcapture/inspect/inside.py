@@ -153,10 +153,10 @@ def _arguments(call: HeardCall) -> str:
         found = parameters_of(call.called, len(call.args)).names
         # A method's own tensor is called as the function's is.
         names = ["input" if name == "self" else name for name in found]
-    if any(
+    if call.name == "to" or any(
         n in _SEVERAL and type(v) is int for n, v in zip(names, call.args, strict=False)
     ):
-        names = names[:1]  # written one by one: x.view(2, -1)
+        names = names[:1]  # of several forms: x.view(2, -1)
     shown = [
         f"{names[i]}={_shown(value)}" if i < len(names) else _shown(value)
         for i, value in enumerate(call.args)
