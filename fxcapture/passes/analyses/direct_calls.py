@@ -1,7 +1,9 @@
 """Which nodes stand in a direct call of an inner module, ``child.forward(x)``.
 
 Such a call does not show in the tree of modules that a node tells of.  The lines of
-code that made the node show it: one lies in the code of the inner module's ``forward``.
+code that made the node show it: one lies in the code of the inner module's ``forward``,
+and the line that calls it says so.  (A module that the code makes on the way, and that
+is in no tree, may have the same code: its calls are those of the module around.)
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch import fx, nn
 
 __all__ = ["Lines", "forwards_inside", "stands_in"]
 
-_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in ')
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+), in .*\n(.*)')
 
 
 class Lines(NamedTuple):
@@ -57,12 +59,13 @@ def stands_in(node: fx.Node, code: tuple[frozenset[Lines], frozenset[Lines]]) ->
         code: What :func:`forwards_inside` says of the module.
     """
     own, inner = code
-    inside = False
-    for file, line in _FRAME.findall(node.stack_trace or ""):
+    inside, caller = False, ""
+    for file, line, text in _FRAME.findall(node.stack_trace or ""):
         if _lies_in(file, int(line), own):
             inside = False  # what is around the module does not count
-        elif _lies_in(file, int(line), inner):
+        elif _lies_in(file, int(line), inner) and ".forward(" in caller:
             inside = True
+        caller = text
     return inside
 
 
