@@ -332,8 +332,12 @@ def _watch(
         weights.append(noted.weights)
         return value
 
+    def quietly(value: Any) -> Any:
+        # A copy made here is no function call of the model's.
+        return unheard(snapshot, (value,))
+
     def arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
-        return {w: snapshot(known(w, args, kwargs)) for w in wanted}
+        return {w: quietly(known(w, args, kwargs)) for w in wanted}
 
     def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append({"entries": arguments(args, kwargs), "begun": False})
@@ -341,7 +345,7 @@ def _watch(
     def after(_: nn.Module, args: Any, output: Any) -> None:
         call = calls.pop()
         noted = weights.pop() if weights else []
-        seen.append(_Seen(path, call["entries"], snapshot(output), noted))
+        seen.append(_Seen(path, call["entries"], quietly(output), noted))
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if calls and not calls[-1]["begun"]:
@@ -350,7 +354,7 @@ def _watch(
         entries = arguments(args, kwargs)
         output = original(*args, **kwargs)
         noted = weights.pop() if weights else []
-        seen.append(_Seen(path, entries, snapshot(output), noted))
+        seen.append(_Seen(path, entries, quietly(output), noted))
         return output
 
     present, own = "forward" in module.__dict__, module.__dict__.get("forward")
