@@ -26,7 +26,7 @@ from benchmarks.harness import (
 #: In the order of the report; one that is not there (yet) is skipped with a word.
 ORDER = (
     "overhead", "selection", "regional", "memory", "early_stop", "attention",
-    "estimate", "copies", "decorator", "generation", "peers",
+    "functions", "estimate", "copies", "decorator", "generation", "peers",
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from fxcapture.foreign.instrument import CapturedGraph as CapturedGraph
 from fxcapture.foreign.instrument import instrument as instrument
 from fxcapture.inspect.estimate import Estimate as Estimate
 from fxcapture.inspect.estimate import estimate as estimate
+from fxcapture.inspect.inside import FunctionSurvey as FunctionSurvey
 from fxcapture.inspect.survey import Survey as Survey
 from fxcapture.inspect.survey import sites as sites
 from fxcapture.modeling.decorators import OutputRecorder as OutputRecorder
@@ -53,6 +54,7 @@ __all__ = [
     "CapturedPackage",
     "CapturedProgram",
     "Estimate",
+    "FunctionSurvey",
     "OutputRecorder",
     "Recording",
     "Records",
