@@ -289,6 +289,27 @@ def test_malformed_reductions_are_refused(make: Any, message: str) -> None:
         make()
 
 
+def test_verify_gives_a_reduction_of_one_s_own_the_value_whole() -> None:
+    class Pair(nn.Module):
+        def forward(self, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return h + 1, h * 2
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, h: torch.Tensor) -> torch.Tensor:
+            first, second = self.pair(h)
+            return first * second
+
+    spec = {"sum": fxc.Tap("pair", reduce=lambda pair: pair[0] + pair[1])}
+    captured = fxc.compile(Pairs(), spec, backend="eager")
+    h = torch.randn(3)
+    assert torch.equal(captured(h).records["sum"][0], (h + 1) + h * 2)
+    assert fxc.verify(captured, h).differences == {"sum": 0.0}
+
+
 def test_verify_knows_the_inputs_of_reductions() -> None:
     spec = {
         "m": fxc.Tap("layers.*", reduce=reductions.mean("attention_mask")),

@@ -211,6 +211,10 @@ def _element(value: Any, name: int | str | None) -> Any:
 
 
 def _reduced(tap: Tap, value: Any, inputs: Mapping[str, Any]) -> Any:
+    own = callable(tap.reduce) and not isinstance(tap.reduce, Reduction)
+    if own and _holds_tensor(value):
+        value = tap.reduce(value)  # type: ignore[operator, misc]
+
     def one(t: torch.Tensor) -> torch.Tensor:
         if isinstance(tap.reduce, Reduction):
             t = tap.reduce.apply(t, inputs.get(str(tap.reduce.source)))
@@ -218,12 +222,16 @@ def _reduced(tap: Tap, value: Any, inputs: Mapping[str, Any]) -> Any:
             t = t[:, -1]
         elif tap.reduce == "mean":
             t = t.mean(dim=1)
-        elif callable(tap.reduce):
-            t = tap.reduce(t)
         dtype = tap.dtype if t.is_floating_point() else None
         return t.to(device=tap.device, dtype=dtype)
 
     return map_tensors(value, one)
+
+
+def _holds_tensor(value: Any) -> bool:
+    found: list[torch.Tensor] = []
+    map_tensors(value, lambda t: found.append(t) or t)  # type: ignore[func-returns-value]
+    return bool(found)
 
 
 def _chosen(select: Any, length: int) -> frozenset[int]:
