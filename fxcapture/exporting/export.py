@@ -92,7 +92,7 @@ def export(
             model,
             positional,
             named,
-            bound.targets,
+            bound,
             spec,
             capture_inputs=capture_inputs or {},
             dynamic_shapes=dynamic_shapes,

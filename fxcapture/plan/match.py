@@ -46,7 +46,10 @@ class Match:
         likenesses: Path to what decides which values its marks carry.
         recorded: What a declaration takes of each module of a record.
         inside_fused: A target stands inside a ``nn.TransformerEncoderLayer``, whose
-            fused kernel for inference calls none of its submodules.
+            fused kernel for inference calls none of its submodules, or asks for what
+            ``nn.MultiheadAttention`` has in no kernel of its own.
+        packed: Paths that want attention weights and hold a ``nn.MultiheadAttention``.
+        of_transformers: Paths of modules of that library, for advice.
     """
 
     paths: Mapping[str, tuple[str, ...]]
@@ -60,6 +63,8 @@ class Match:
     )
     likenesses: Mapping[str, Hashable] = dataclasses.field(default_factory=dict)
     recorded: Mapping[str, Recorded] = dataclasses.field(default_factory=dict)
+    packed: frozenset[str] = frozenset()
+    of_transformers: frozenset[str] = frozenset()
 
     @functools.cached_property
     def _records(self) -> dict[str, tuple[str, ...]]:
@@ -205,6 +210,11 @@ def match(
                     drops=("output_attentions",) if fused and not outer else (),
                 )
             )
+    packed = frozenset(
+        path
+        for path, asked in attention.items()
+        if asked and _holds_packed(table.first[path][1])
+    )
     return Match(
         paths=paths,
         targets=tuple(targets),
@@ -221,7 +231,12 @@ def match(
         recorded={
             n: tap.recorded for n, tap in spec.items() if tap.recorded is not None
         },
-        inside_fused=any(
+        packed=packed,
+        of_transformers=frozenset(
+            path for path in entries if _of_transformers(table.first[path][1])
+        ),
+        inside_fused=bool(packed)
+        or any(
             isinstance(entry.module, nn.TransformerEncoderLayer)
             and any(
                 p.startswith(f"{entry.path}." if entry.path else "") and p != entry.path
@@ -230,6 +245,14 @@ def match(
             for entry in table.candidates()
         ),
     )
+
+
+def _holds_packed(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.MultiheadAttention) for child in module.modules())
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    return any(c.__module__.startswith("transformers.") for c in type(module).__mro__)
 
 
 def _returns_weights(tap: Tap, path: str) -> bool:

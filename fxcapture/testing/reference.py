@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
@@ -95,8 +96,8 @@ class _Seen:
 def _value_of(seen: _Seen, tap: Tap, inputs: Mapping[str, Any]) -> Any:
     if tap.attention is not None:
         (weights,) = seen.weights
-        weights = _picked(weights, tap.attention.heads, 1)
-        return _reduced(tap, _picked(weights, tap.attention.queries, 2), inputs)
+        weights = _picked(weights, tap.attention.heads, -3)
+        return _reduced(tap, _picked(weights, tap.attention.queries, -2), inputs)
     if tap.point == "input":
         return _reduced(tap, seen.entries[entry_name(tap)], inputs)  # type: ignore[index]
     return _reduced(tap, _element(seen.result, tap.output), inputs)
@@ -139,6 +140,11 @@ class _NoteWeights(TorchFunctionMode):
             unit = unit.expand(*key.shape[:-2], -1, -1)
             weights = func(query, key, unit, *more_args, **kwargs)[0]
             self.weights.append(weights.detach())
+        elif func is torch.nn.functional.multi_head_attention_forward:
+            named = inspect.signature(func).bind(*args, **kwargs).arguments
+            told = {"need_weights": True, "average_attn_weights": False}
+            weights = func(**(named | told | {"training": False}))[1]
+            self.weights.append(weights.detach().nan_to_num())
         return func(*args, **kwargs)
 
 

@@ -15,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,11 +77,15 @@ def enter(
             if it is not given.
     """
     simple, others = ([], []) if into is None else into
-    through, plain, rest = way
+    through, plain, rest, layers = way
     tensor, general = torch.Tensor, emit_result
     modules: list[Any] = [model]
     for parent, name in through:
         modules.append(modules[parent]._modules[name])
+    for place in layers:
+        slot = modules[place].__dict__
+        others.append((slot, _WHICH, True, slot[_WHICH]))
+        slot[_WHICH] = 0
     for parent, name, path in plain:
         module = modules[parent]._modules[name]
 
@@ -189,11 +193,14 @@ class Way(NamedTuple):
             name there, and the path.
         rest: The other targets: the module's place, the target, whether its calls go
             through nothing else first.
+        layers: Places of each ``nn.TransformerEncoderLayer`` that has to call its
+            submodules.
     """
 
     through: tuple[tuple[int, str], ...]
     plain: tuple[tuple[int, str, str], ...]
     rest: tuple[tuple[int, Target, bool], ...]
+    layers: tuple[int, ...] = ()
 
 
 def way_to(
@@ -202,6 +209,7 @@ def way_to(
     *,
     by_dynamo: bool,
     outermost: bool = False,
+    unfused: bool = False,
 ) -> Way:
     """The way to the targets; each name of the module tree is followed once.
 
@@ -211,6 +219,9 @@ def way_to(
         by_dynamo: Dynamo goes through them.  To it, the wrapper that ``torch.compile``
             makes and what it wraps are one object.
         outermost: No other scope can stand around this one in its trace.
+        unfused: Keep encoder layers from their kernel for inference, which calls no
+            submodule, where a target needs that.  Where nobody has turned the kernel
+            off for the process: a trace cannot.
     """
     places: dict[tuple[str, ...], int] = {(): 0}
     through: list[tuple[int, str]] = []
@@ -222,17 +233,44 @@ def way_to(
             through.append((parent, path[-1]))
         return places[path]
 
+    def reached(path: tuple[str, ...]) -> tuple[str, ...]:
+        if by_dynamo:
+            return tuple(name for name in path if name != "_orig_mod")
+        return path
+
     plain, rest = [], []
     for target in targets:
-        path = target.real_path
-        if by_dynamo:
-            path = tuple(name for name in path if name != "_orig_mod")
+        path = reached(target.real_path)
         bare = by_dynamo and _is_bare(model, target)
         if bare and outermost and path and target.is_plain:
             plain.append((place_of(path[:-1]), path[-1], target.path))
         else:
             rest.append((place_of(path), target, bare))
-    return Way(tuple(through), tuple(plain), tuple(rest))
+    layers: dict[tuple[str, ...], None] = {}
+    if unfused:
+        for target in targets:
+            for path in _fused_layers(model, target):
+                layers.setdefault(reached(path))
+    slow = tuple(map(place_of, layers))
+    return Way(tuple(through), tuple(plain), tuple(rest), slow)
+
+
+#: What tells an encoder layer which activation its kernel for inference takes; 0: none
+#: that the kernel knows.
+_WHICH = "activation_relu_or_gelu"
+
+
+def _fused_layers(model: nn.Module, target: Target) -> Iterator[tuple[str, ...]]:
+    """The paths of encoder layers that must not skip their submodules for a target."""
+    module = model
+    for i, name in enumerate(target.real_path):
+        if isinstance(module, nn.TransformerEncoderLayer):
+            yield target.real_path[:i]
+        module = module._modules[name]  # type: ignore[assignment]
+    if target.attention:
+        for below, child in module.named_modules():
+            if isinstance(child, nn.TransformerEncoderLayer):
+                yield (*target.real_path, *(below.split(".") if below else ()))
 
 
 def _is_bare(model: nn.Module, target: Target) -> bool:
