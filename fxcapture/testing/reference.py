@@ -143,7 +143,7 @@ class _NoteWeights(TorchFunctionMode):
         elif func is torch.nn.functional.multi_head_attention_forward:
             named = inspect.signature(func).bind(*args, **kwargs).arguments
             told = {"need_weights": True, "average_attn_weights": False}
-            weights = func(**(named | told | {"training": False}))[1]
+            weights: Any = func(**(named | told | {"training": False}))[1]
             self.weights.append(weights.detach().nan_to_num())
         return func(*args, **kwargs)
 

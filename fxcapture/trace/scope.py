@@ -82,10 +82,10 @@ def enter(
     modules: list[Any] = [model]
     for parent, name in through:
         modules.append(modules[parent]._modules[name])
-    for place in layers:
+    for place, key, value in layers:
         slot = modules[place].__dict__
-        others.append((slot, _WHICH, True, slot[_WHICH]))
-        slot[_WHICH] = 0
+        others.append((slot, key, key in slot, slot.get(key)))
+        slot[key] = value
     for parent, name, path in plain:
         module = modules[parent]._modules[name]
 
@@ -193,14 +193,14 @@ class Way(NamedTuple):
             name there, and the path.
         rest: The other targets: the module's place, the target, whether its calls go
             through nothing else first.
-        layers: Places of each ``nn.TransformerEncoderLayer`` that has to call its
-            submodules.
+        layers: Those of torch's own modules that have to call their submodules: the
+            module's place, an attribute, and a value of it under which it calls them.
     """
 
     through: tuple[tuple[int, str], ...]
     plain: tuple[tuple[int, str, str], ...]
     rest: tuple[tuple[int, Target, bool], ...]
-    layers: tuple[int, ...] = ()
+    layers: tuple[tuple[int, str, Any], ...] = ()
 
 
 def way_to(
@@ -246,31 +246,40 @@ def way_to(
             plain.append((place_of(path[:-1]), path[-1], target.path))
         else:
             rest.append((place_of(path), target, bare))
-    layers: dict[tuple[str, ...], None] = {}
+    layers: dict[tuple[int, str, Any], None] = {}
     if unfused:
         for target in targets:
-            for path in _fused_layers(model, target):
-                layers.setdefault(reached(path))
-    slow = tuple(map(place_of, layers))
-    return Way(tuple(through), tuple(plain), tuple(rest), slow)
+            for path, key, value in _fused_layers(model, target):
+                layers.setdefault((place_of(reached(path)), key, value))
+    return Way(tuple(through), tuple(plain), tuple(rest), tuple(layers))
 
 
-#: What tells an encoder layer which activation its kernel for inference takes; 0: none
-#: that the kernel knows.
-_WHICH = "activation_relu_or_gelu"
+#: The modules that skip their submodules in inference, and how each is kept from it: no
+#: activation that the kernel knows, and no nested tensor, which nothing else takes.
+_FUSED: dict[type[nn.Module], tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
 
 
-def _fused_layers(model: nn.Module, target: Target) -> Iterator[tuple[str, ...]]:
-    """The paths of encoder layers that must not skip their submodules for a target."""
+def _fused_layers(
+    model: nn.Module, target: Target
+) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """The modules that must not skip their submodules for a target: path and how."""
     module = model
     for i, name in enumerate(target.real_path):
-        if isinstance(module, nn.TransformerEncoderLayer):
-            yield target.real_path[:i]
+        for key, value in _kept_from_skipping(module):
+            yield target.real_path[:i], key, value
         module = module._modules[name]  # type: ignore[assignment]
     if target.attention:
         for below, child in module.named_modules():
-            if isinstance(child, nn.TransformerEncoderLayer):
-                yield (*target.real_path, *(below.split(".") if below else ()))
+            for key, value in _kept_from_skipping(child):
+                path = below.split(".") if below else ()
+                yield (*target.real_path, *path), key, value
+
+
+def _kept_from_skipping(module: nn.Module) -> list[tuple[str, Any]]:
+    return [how for cls, how in _FUSED.items() if isinstance(module, cls)]
 
 
 def _is_bare(model: nn.Module, target: Target) -> bool:
