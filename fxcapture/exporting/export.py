@@ -92,7 +92,7 @@ def export(
             model,
             positional,
             named,
-            bound.listening,
+            bound,
             spec,
             capture_inputs=capture_inputs or {},
             dynamic_shapes=dynamic_shapes,

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 from fxcapture.errors import FxCaptureError, TraceError
 from fxcapture.passes.compute_weights import weights_wanted
 from fxcapture.plan.inputs import Place, find_places, read_inputs
-from fxcapture.plan.match import reducers_of
+from fxcapture.plan.match import Match, reducers_of
 from fxcapture.reductions import Reducers
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.trace.mark import allow_marks, emit_mark
@@ -43,8 +43,7 @@ _OUR_SIDE_EFFECT = (
     r"\.cell_contents\"\]$"
 )
 
-
-#: Of the listeners, which are made in the trace and are gone with it.
+#: Of function modes, which are made in the trace and are gone with it.
 _A_MODE_S_SIDE_EFFECT = r".*side effects happened.*: \['<unknown source>'\]$"
 
 
@@ -56,6 +55,7 @@ def overridden(
     places: Mapping[str, Place],
     added: Mapping[str, Any],
     marked: Collection[str],
+    packed: Collection[str] = (),
 ) -> Iterator[None]:
     """A time in which the targets emit marks.
 
@@ -66,6 +66,8 @@ def overridden(
         places: Where the model's call has the inputs of reductions.
         added: Those that are keywords of the call but not of the model.
         marked: Those that a pass has to find in the graph.
+        packed: Targets whose attention weights no pass can find in the graph, which
+            takes ``multi_head_attention_forward`` apart.
     """
     signature = _with_keywords(inspect.signature(model.forward), added)
     slot = model.__dict__
@@ -82,6 +84,7 @@ def overridden(
                 late,
                 into=saved,
                 listens=True,
+                asks=lambda path: (True, path in packed),
             )
             if places:
                 saved.others.append(
@@ -110,7 +113,7 @@ def trace(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    targets: Sequence[Target],
+    bound: Match,
     spec: CaptureSpec,
     *,
     capture_inputs: Mapping[str, Any],
@@ -132,13 +135,21 @@ def trace(
         allow_marks()
     late = {w.source for w in weights_wanted(spec).values() if w.source}
     with (
-        overridden(model, targets, reducers_of(spec), places, capture_inputs, late),
+        overridden(
+            model,
+            bound.listening,
+            reducers_of(spec),
+            places,
+            capture_inputs,
+            late,
+            bound.packed,
+        ),
         warnings.catch_warnings(),
     ):
         # Where ``read_inputs`` puts them, which is empty again after the call; anything
         # else that the model writes to is still warned of.
         warnings.filterwarnings("ignore", _OUR_SIDE_EFFECT)
-        if any(target.functions for target in targets):
+        if bound.packed or bound.functions:
             warnings.filterwarnings("ignore", _A_MODE_S_SIDE_EFFECT)
         try:
             return torch.export.export(

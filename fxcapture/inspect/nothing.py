@@ -22,7 +22,7 @@ from fxcapture.trace.structure import Structure
 
 __all__ = ["Nothing", "find_nothing", "returned_none"]
 
-_FUSED = re.compile(r"scaled_dot_product|flex_attention")
+_FUSED = re.compile(r"scaled_dot_product|flex_attention|multi_head_attention")
 
 
 class _Slot(Protocol):

@@ -211,7 +211,7 @@ def _plan(names: Names, asked: Asked) -> tuple[Any, ...]:
     begin_collection()
     return tuple(
         _Plan(
-            steps=way_to(model, bound.listening, by_dynamo=True),
+            steps=way_to(model, bound.listening, by_dynamo=True, unfused=True),
             records={path: bound.records_of(path) for path in paths},
             chosen=tuple((name, _kept(of)) for name, of in positions.items()),
             begins={

@@ -62,7 +62,10 @@ class Match:
         inner: The modules inside of those, whose function calls are their own; tapped
             in no other way.
         inside_fused: A target stands inside a ``nn.TransformerEncoderLayer``, whose
-            fused kernel for inference calls none of its submodules.
+            fused kernel for inference calls none of its submodules, or asks for what
+            ``nn.MultiheadAttention`` has in no kernel of its own.
+        packed: Paths that want attention weights and hold a ``nn.MultiheadAttention``.
+        of_transformers: Paths of modules of that library, for advice.
     """
 
     paths: Mapping[str, tuple[str, ...]]
@@ -80,6 +83,8 @@ class Match:
         default_factory=dict
     )
     inner: tuple[Target, ...] = ()
+    packed: frozenset[str] = frozenset()
+    of_transformers: frozenset[str] = frozenset()
 
     @functools.cached_property
     def listening(self) -> tuple[Target, ...]:
@@ -252,6 +257,11 @@ def match(
                     functions=() if outer and heard else heard,
                 )
             )
+    packed = frozenset(
+        path
+        for path, asked in attention.items()
+        if asked and _holds_packed(table.first[path][1])
+    )
     return Match(
         paths=paths,
         targets=tuple(targets),
@@ -273,7 +283,14 @@ def match(
         recorded={
             n: tap.recorded for n, tap in spec.items() if tap.recorded is not None
         },
-        inside_fused=any(
+        packed=packed,
+        of_transformers=frozenset(
+            path
+            for path in entries
+            if path in table.first and _of_transformers(table.first[path][1])
+        ),
+        inside_fused=bool(packed)
+        or any(
             isinstance(entry.module, nn.TransformerEncoderLayer)
             and any(
                 p.startswith(f"{entry.path}." if entry.path else "") and p != entry.path
@@ -286,6 +303,14 @@ def match(
             [path for path in listeners if path not in entries], table, keys_of
         ),
     )
+
+
+def _holds_packed(module: nn.Module) -> bool:
+    return any(isinstance(child, nn.MultiheadAttention) for child in module.modules())
+
+
+def _of_transformers(module: nn.Module) -> bool:
+    return any(c.__module__.startswith("transformers.") for c in type(module).__mro__)
 
 
 def _returns_weights(tap: Tap, path: str) -> bool:

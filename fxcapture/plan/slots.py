@@ -64,7 +64,7 @@ def slot_of(
         what = f"the output of {site.describe()}, {site.result.describe()}"
     elif tap.attention is not None:
         kind = weights(name)
-        structure = _weights(site, name, tap.attention.noun)
+        structure = _weights(site, name, tap.attention.noun, bound)
         what = f"the attention {tap.attention.noun} of {site.describe()}"
     elif entry:
         kind = received(name) if tap.reduce is not None else ENTRY
@@ -176,7 +176,7 @@ def _holds_tensor(structure: Structure) -> bool:
     return next(structure.leaves("tensor"), None) is not None
 
 
-def _weights(site: Site, name: str, noun: str) -> Structure:
+def _weights(site: Site, name: str, noun: str, bound: Match) -> Structure:
     """The attention weights, or scores, of the one fused call that a site made.
 
     Raises:
@@ -197,14 +197,13 @@ def _weights(site: Site, name: str, noun: str) -> Structure:
     elif not number:
         why = (
             "it called neither torch.nn.functional.scaled_dot_product_attention nor "
-            "flex_attention: its attention is eager or a kernel of its own, or runs in "
-            "a fused function such as multi_head_attention_forward, or in another "
-            "module"
+            "flex_attention nor multi_head_attention_forward: its attention is eager "
+            "or a kernel of its own, or runs in another module"
         )
-        remedy = (
-            'load the model with attn_implementation="sdpa" and target the attention '
-            "module itself; where it returns weights, use Tap(target, output=1)"
-        )
+        remedy = "target the attention module itself; where it returns weights, use "
+        remedy += "Tap(target, output=1)"
+        if site.path in bound.of_transformers:
+            remedy = f'load the model with attn_implementation="sdpa" and {remedy}'
     else:
         why = f"it made {number} fused calls"
         remedy = "target the attention modules below it, one call each"

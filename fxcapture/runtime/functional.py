@@ -186,7 +186,8 @@ def collector(
 
     @_torch.constant
     def steps(by_dynamo: bool) -> Way:
-        return way_to(model, match(spec, model).listening, by_dynamo=by_dynamo)
+        targets = match(spec, model).listening
+        return way_to(model, targets, by_dynamo=by_dynamo, unfused=True)
 
     @_torch.constant
     def layout(shapes: Sequence[Shape], selection: Selection) -> Layout:

@@ -13,16 +13,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from fxcapture import _torch
-from fxcapture.errors import ElementError
+from fxcapture.errors import ElementError, UnsupportedOutputError
 from fxcapture.plan.inputs import find_inputs
 from fxcapture.plan.match import Match, entry_name, match
 from fxcapture.plan.records import Captured, Records
@@ -30,6 +28,7 @@ from fxcapture.reductions import Reduction
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.positions import Slice
 from fxcapture.spec.tap import Tap
+from fxcapture.testing.reference_attention import NoteWeights
 from fxcapture.testing.reference_functions import hearing_taps
 from fxcapture.trace.listen import unheard
 from fxcapture.trace.signature import describe_forward
@@ -105,8 +104,14 @@ def _value_of(seen: Any, tap: Tap, inputs: Mapping[str, Any]) -> Any:
     if tap.attention is not None:
         (found,) = seen.weights
         weights = found[int(tap.attention.scores)]
-        weights = _picked(weights, tap.attention.heads, 1)
-        return _reduced(tap, _picked(weights, tap.attention.queries, 2), inputs)
+        if weights is None:
+            raise UnsupportedOutputError(
+                f"the eager reference has no attention scores of {seen.path!r}",
+                why="torch.nn.functional.multi_head_attention_forward returns weights",
+                remedy="verify the weights, fxcapture.AttentionWeights",
+            )
+        weights = _picked(weights, tap.attention.heads, -3)
+        return _reduced(tap, _picked(weights, tap.attention.queries, -2), inputs)
     if tap.point == "input":
         return _reduced(tap, seen.entries[entry_name(tap)], inputs)  # type: ignore[index]
     return _reduced(tap, _element(seen.result, tap.output), inputs)
@@ -119,71 +124,6 @@ def _picked(value: torch.Tensor, positions: Any, dim: int) -> torch.Tensor:
     elif positions is not None:
         places = [places[i] for i in positions]
     return value.index_select(dim, torch.tensor(places, device=value.device))
-
-
-_LN_2 = math.log(2)
-
-
-class _NoteWeights(TorchFunctionMode):
-    """Notes the weights and the scores of fused calls.
-
-    The weights are what a call makes of the unit matrix.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        unheard(self._note, (func, args), {"kwargs": kwargs})
-        return func(*args, **kwargs)
-
-    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
-        fused = torch.nn.functional.scaled_dot_product_attention
-        if func is fused:
-            bound = dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args,
-                             strict=False)) | kwargs  # fmt: skip
-            key = bound["key"]
-            unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
-            unit = unit.expand(*key.shape[:-2], -1, -1)
-            more = {"value": unit, "dropout_p": 0.0}
-            if len(args) > 5:
-                more |= {"is_causal": args[5]}
-            weights = fused(**(bound | more)).detach()
-            self.weights.append((weights, _scores(**(bound | more)).detach()))
-        elif func is torch.ops.higher_order.flex_attention:
-            query, key, _, *more_args = args
-            unit = torch.eye(key.shape[-2], dtype=key.dtype, device=key.device)
-            unit = unit.expand(*key.shape[:-2], -1, -1)
-            weights, log_sum, *_ = func(query, key, unit, *more_args, **kwargs)
-            # The operator's sums are of powers of two.
-            scores = weights.log() + log_sum.unsqueeze(-1).to(weights.dtype) * _LN_2
-            self.weights.append((weights.detach(), scores.detach()))
-
-
-def _scores(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    **_: Any,
-) -> torch.Tensor:
-    """What the softmax of a fused call sees, as torch's documentation has it."""
-    size = query.shape[-1]
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
-    scores = query @ key.mT * (size**-0.5 if scale is None else scale)
-    if is_causal:
-        earlier = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        scores = scores.masked_fill(~earlier.to(scores.device), -torch.inf)
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        return scores.masked_fill(~attn_mask, -torch.inf)
-    return scores if attn_mask is None else scores + attn_mask
 
 
 def _element(value: Any, name: int | str | None) -> Any:
@@ -335,7 +275,7 @@ def _watch(
     def original(*args: Any, **kwargs: Any) -> Any:
         if not attention:
             return own_forward(*args, **kwargs)
-        with _NoteWeights() as noted:
+        with NoteWeights() as noted:
             value = own_forward(*args, **kwargs)
         weights.append(noted.weights)
         return value

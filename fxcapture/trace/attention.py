@@ -3,14 +3,16 @@
 A fused kernel (``torch.nn.functional.scaled_dot_product_attention`` or
 ``torch.nn.attention.flex_attention``) returns no weights.  They are computed once more
 from the same query, key, mask, scale, causality and grouping, for the wanted heads and
-query positions only.  The model keeps its kernel.
+query positions only.  The model keeps its kernel.  So it is with the function that
+``nn.MultiheadAttention`` calls, see :mod:`fxcapture.trace.packed_attention`.
 
 Where a pass of this package sees the graph, it reads the arguments from the call's node
 (:mod:`fxcapture.passes.compute_weights`).  Elsewhere the target runs under
 :class:`WatchFused`, which sees its calls.
 
 Terms
-    fused call: one call of ``scaled_dot_product_attention`` or ``flex_attention``.
+    fused call: one call of ``scaled_dot_product_attention``, ``flex_attention`` or
+        ``multi_head_attention_forward``.
     weights: of shape (batch, heads, queries, keys), in the query's dtype: what each
         query reads of each key, *before* dropout.  A query whose keys are all masked
         reads nothing: its weights are zero.
@@ -37,6 +39,7 @@ from fxcapture.trace.attention_kernel import (
     masked_scores,
     softmax_weights,
 )
+from fxcapture.trace.packed_attention import PACKED, PackedCall, packed_call, project
 
 __all__ = [
     "FlexCall",
@@ -156,14 +159,23 @@ class WatchFused(TorchFunctionMode):
             self.calls.append(fused_call(*args, **kwargs))
         elif func is _FLEX_ATTENTION:
             self.calls.append(flex_call(*args, **kwargs))
+        elif func is PACKED:
+            # Now: the module may write to its query afterwards.
+            self.calls.append(_unpacked(packed_call(*args, **kwargs)))
         return _torch.traceable(func)(*args, **kwargs)
 
 
 _FLEX_ATTENTION = torch.ops.higher_order.flex_attention
 
 
+def _unpacked(call: PackedCall) -> FusedCall:
+    return FusedCall(*project(call), scale=None, enable_gqa=False)
+
+
 def attention_weights(
-    call: FusedCall | FlexCall, wanted: Attention, saving: bool | None = None
+    call: FusedCall | FlexCall | PackedCall,
+    wanted: Attention,
+    saving: bool | None = None,
 ) -> torch.Tensor:
     """The weights of one fused call, or the scores that they are the softmax of.
 
@@ -175,10 +187,13 @@ def attention_weights(
 
     Returns:
         A new tensor of shape (batch, wanted heads, wanted queries, keys), in the
-        query's dtype; the softmax runs in float32 at least.
+        query's dtype; the softmax runs in float32 at least.  Without the batch where
+        the call has none.
     """
     if isinstance(call, FlexCall):
         return _flex_weights(call, wanted)
+    if isinstance(call, PackedCall):
+        call = _unpacked(call)
     query, key, mask = call.query, call.key, call.mask
     num_queries, num_keys = query.shape[-2], key.shape[-2]
     if call.enable_gqa and query.shape[-3] != key.shape[-3]:

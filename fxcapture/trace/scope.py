@@ -15,7 +15,7 @@ Invariants
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -81,11 +81,15 @@ def enter(
         listens: Mark the function calls inside of targets here.
     """
     simple, others = ([], []) if into is None else into
-    through, plain, rest = way
+    through, plain, rest, layers = way
     tensor, general = torch.Tensor, emit_result
     modules: list[Any] = [model]
     for parent, name in through:
         modules.append(modules[parent]._modules[name])
+    for place, key, value in layers:
+        slot = modules[place].__dict__
+        others.append((slot, key, key in slot, slot.get(key)))
+        slot[key] = value
     for parent, name, path in plain:
         module = modules[parent]._modules[name]
 
@@ -200,11 +204,14 @@ class Way(NamedTuple):
             name there, and the path.
         rest: The other targets: the module's place, the target, whether its calls go
             through nothing else first.
+        layers: Those of torch's own modules that have to call their submodules: the
+            module's place, an attribute, and a value of it under which it calls them.
     """
 
     through: tuple[tuple[int, str], ...]
     plain: tuple[tuple[int, str, str], ...]
     rest: tuple[tuple[int, Target, bool], ...]
+    layers: tuple[tuple[int, str, Any], ...] = ()
 
 
 def way_to(
@@ -213,6 +220,7 @@ def way_to(
     *,
     by_dynamo: bool,
     outermost: bool = False,
+    unfused: bool = False,
 ) -> Way:
     """The way to the targets; each name of the module tree is followed once.
 
@@ -222,6 +230,9 @@ def way_to(
         by_dynamo: Dynamo goes through them.  To it, the wrapper that ``torch.compile``
             makes and what it wraps are one object.
         outermost: No other scope can stand around this one in its trace.
+        unfused: Keep encoder layers from their kernel for inference, which calls no
+            submodule, where a target needs that.  Where nobody has turned the kernel
+            off for the process: a trace cannot.
     """
     places: dict[tuple[str, ...], int] = {(): 0}
     through: list[tuple[int, str]] = []
@@ -233,17 +244,53 @@ def way_to(
             through.append((parent, path[-1]))
         return places[path]
 
+    def reached(path: tuple[str, ...]) -> tuple[str, ...]:
+        if by_dynamo:
+            return tuple(name for name in path if name != "_orig_mod")
+        return path
+
     plain, rest = [], []
     for target in targets:
-        path = target.real_path
-        if by_dynamo:
-            path = tuple(name for name in path if name != "_orig_mod")
+        path = reached(target.real_path)
         bare = by_dynamo and _is_bare(model, target)
         if bare and outermost and path and target.is_plain:
             plain.append((place_of(path[:-1]), path[-1], target.path))
         else:
             rest.append((place_of(path), target, bare))
-    return Way(tuple(through), tuple(plain), tuple(rest))
+    layers: dict[tuple[int, str, Any], None] = {}
+    if unfused:
+        for target in targets:
+            for path, key, value in _fused_layers(model, target):
+                layers.setdefault((place_of(reached(path)), key, value))
+    return Way(tuple(through), tuple(plain), tuple(rest), tuple(layers))
+
+
+#: The modules that skip their submodules in inference, and how each is kept from it: no
+#: activation that the kernel knows, and no nested tensor, which nothing else takes.
+_FUSED: dict[type[nn.Module], tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+
+
+def _fused_layers(
+    model: nn.Module, target: Target
+) -> Iterator[tuple[tuple[str, ...], str, Any]]:
+    """The modules that must not skip their submodules for a target: path and how."""
+    module = model
+    for i, name in enumerate(target.real_path):
+        for key, value in _kept_from_skipping(module):
+            yield target.real_path[:i], key, value
+        module = module._modules[name]  # type: ignore[assignment]
+    if target.attention:
+        for below, child in module.named_modules():
+            for key, value in _kept_from_skipping(child):
+                path = below.split(".") if below else ()
+                yield (*target.real_path, *path), key, value
+
+
+def _kept_from_skipping(module: nn.Module) -> list[tuple[str, Any]]:
+    return [how for cls, how in _FUSED.items() if isinstance(module, cls)]
 
 
 def _is_bare(model: nn.Module, target: Target) -> bool:

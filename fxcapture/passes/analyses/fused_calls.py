@@ -19,6 +19,7 @@ from fxcapture.trace.attention import (
     flex_call,
     fused_call,
 )
+from fxcapture.trace.packed_attention import PACKED, PackedCall, packed_call
 
 __all__ = ["FusedNode", "fused_nodes", "read_call"]
 
@@ -56,7 +57,7 @@ def fused_nodes(owner: fx.GraphModule, begin: fx.Node, end: fx.Node) -> list[Fus
 def _at(owner: fx.GraphModule, node: fx.Node) -> list[FusedNode]:
     if node.op != "call_function":
         return []
-    if node.target in _FUSED or node.target is _FLEX:
+    if node.target in (*_FUSED, _FLEX, PACKED):
         return [FusedNode(owner, node)]
     return [
         found
@@ -66,7 +67,7 @@ def _at(owner: fx.GraphModule, node: fx.Node) -> list[FusedNode]:
     ]
 
 
-def read_call(fused: FusedNode) -> FusedCall | FlexCall:
+def read_call(fused: FusedNode) -> FusedCall | FlexCall | PackedCall:
     """The arguments of a fused call that decide its weights; nodes for tensors.
 
     The functions of a flex call are those of the graph: what they read besides their
@@ -74,6 +75,8 @@ def read_call(fused: FusedNode) -> FusedCall | FlexCall:
     """
     node = fused.node
     args: list[Any] = list(node.args)
+    if node.target is PACKED:
+        return packed_call(*args, **node.kwargs)  # type: ignore[arg-type]
     if node.target is not _FLEX:
         return fused_call(*args, **node.kwargs)  # type: ignore[arg-type]
     names = ("query", "key", "value", "score_mod", "block_mask", "scale")
