@@ -217,6 +217,25 @@ def test_values_inside_a_checkpoint(way: str) -> None:
         assert_same(records[name], expected[name])
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@torch.no_grad()
+def test_a_name_gives_the_same_value_in_training_and_with_dynamic_shapes(
+    training: bool, dynamic: bool
+) -> None:
+    spec = {name: make() for name, make in TAPS.items()}
+    built = model().train(training)
+    captured = fxc.compile(
+        built, spec, backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    for rows in (2, 3, 5):
+        x = X[:1].expand(rows, 4).contiguous() * torch.arange(1.0, rows + 1)[:, None]
+        expected = eager_reference(built, fxc.CaptureSpec(spec), (x,)).records
+        records = captured(x)[1]
+        for name in spec:
+            assert_same(records[name], expected[name])
+
+
 @torch.no_grad()
 def test_one_graph_and_no_node_more_for_what_is_not_selected() -> None:
     built = model()
