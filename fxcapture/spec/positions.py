@@ -109,11 +109,11 @@ def normalise_select(select: Any, name: str = "select") -> Positions:
     return tuple(sorted(set(frozen))) if isinstance(frozen, tuple) else frozen
 
 
-def as_chosen(select: Any) -> Positions:
+def as_chosen(select: Any, name: str = "select") -> Positions:
     """What :func:`normalise_select` makes of a selection, printed as it is written."""
     if isinstance(select, Chosen):
         return select
-    frozen = freeze_positions(select, "select")
+    frozen = freeze_positions(select, name)
     if not isinstance(frozen, tuple):
         return frozen
     chosen = Chosen(sorted(set(frozen)))
