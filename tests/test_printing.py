@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 from xml.etree import ElementTree
 
 import torch
@@ -161,3 +162,34 @@ def test_names_in_explain_are_those_of_the_users_model() -> None:
         )
         == "shares memory with the model's 'layers.1.self_attn.out_proj.bias'"
     )
+
+
+def test_a_selection_prints_as_it_was_written() -> None:
+    captured = fxc.compile(encoder(2), SPEC, backend="eager")
+
+    assert "select=[0, -1]" in repr(captured)
+    assert "select=-1" in repr(captured.select(h=-1))
+    assert "select=[2, 0]" in repr(captured.select(h=iter([2, 0])).select(all=0))
+    assert "'all': Tap('', select=0)" in repr(captured.select(all=0))
+
+
+def test_records_of_an_exported_program_say_which_position_is_an_input(
+    tmp_path: Path,
+) -> None:
+    spec = SPEC | {"in": Tap("layers.1", point="input")}
+    program = fxc.export(encoder(2), (ids(),), spec=spec)
+    program.save(tmp_path / "a.pt2")
+
+    for made in (program, fxc.load(tmp_path / "a.pt2")):
+        shown = repr(made(ids()).records)
+        assert shown == repr(fxc.compile(encoder(2), spec, backend="eager")(ids())[1])
+        assert shown.count("(input)") == 2
+
+
+def test_an_estimate_says_what_makes_more_operations_than_the_model() -> None:
+    spec = {"w": fxc.AttentionWeights("layers.*.self_attn"), "h": "layers.1"}
+    model = nn.Transformer(8, 2, 2, 1, 8, batch_first=True).encoder
+
+    shown = str(fxc.estimate(model, spec, torch.zeros(1, 3, 8)))
+
+    assert shown.endswith("% (with those that compute records)")

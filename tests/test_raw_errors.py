@@ -16,6 +16,7 @@ import fxcapture as fxc
 from fxcapture.errors import (
     CaptureError,
     SpecTypeError,
+    TargetNotFoundError,
     TraceError,
     install_extra,
     nearest,
@@ -185,3 +186,22 @@ def test_a_list_in_place_of_a_spec(spec: object) -> None:
         fxc.compile(mlp(), spec)
 
     assert "name the record" in caught.value.remedy
+
+
+def test_a_model_that_declares_nothing_says_what_a_declaration_and_a_spec_are() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    with pytest.raises(TargetNotFoundError) as caught:
+        fxc.compile(Net())
+
+    text = str(caught.value)
+    assert "Net declares nothing that can be captured" in text
+    assert "a dict of record names to the classes of modules" in text
+    assert """a dict such as {"states": fxcapture.Tap('blocks.*')}""" in text
+    assert '_can_record_outputs = {"states": Linear}' in text
+    fxc.compile(Net(), {"states": fxc.Tap("blocks.*")})  # what it says works
+    Net._can_record_outputs = {"states": nn.Linear}  # type: ignore[attr-defined]
+    fxc.compile(Net())

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from fxcapture import CaptureSpec, Tap
+from fxcapture import AttentionWeights, CaptureSpec, Tap
 from fxcapture.spec.positions import normalise_select
 from tests.models import Attention
 
@@ -119,7 +119,17 @@ def test_a_tap_can_be_changed_into_another() -> None:
 
 def test_a_tap_prints_as_it_could_be_written() -> None:
     assert repr(Tap("a.*", select=[0, -1], initial=True)) == (
-        "Tap('a.*', select=[-1, 0], initial=True)"
+        "Tap('a.*', select=[0, -1], initial=True)"
+    )
+    for written in ("-1", "[-1]", "[3, 0, -2, 3]", "slice(0, None, 2)"):
+        tap = Tap("a.*", select=eval(written))
+        assert repr(tap) == f"Tap('a.*', select={written})"
+        assert repr(dataclasses.replace(tap, initial=True)).count(f"select={written}")
+        assert repr(pickle.loads(pickle.dumps(tap))) == repr(tap)
+    assert Tap("a", select=[0, -1]) == Tap("a", select=(-1, 0, 0))
+    assert hash(Tap("a", select=1)) == hash(Tap("a", select=[1]))
+    assert repr(AttentionWeights("a.*", select=-1, heads=[3, 0], queries=-1)) == (
+        "AttentionWeights('a.*', select=-1, heads=[3, 0], queries=[-1])"
     )
     assert "Attention" in repr(Tap(Attention))
 

@@ -12,8 +12,10 @@ Invariants
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, final
 
 from fxcapture.errors import CaptureError
@@ -85,6 +87,21 @@ class RecordLayout:
     slots: tuple[SlotLayout | None, ...]
 
 
+@functools.lru_cache
+def _inputs(spec: str) -> dict[str, Collection[int]]:
+    """The positions that are inputs, of each record of a stored spec; for printing."""
+    taps = json.loads(spec).get("taps")
+    found: dict[str, Collection[int]] = {}
+    for name, tap in taps.items() if isinstance(taps, dict) else ():
+        if not isinstance(tap, dict):
+            continue  # whoever asks for the spec itself is told
+        if tap.get("point") == "input":
+            found[name] = range(sys.maxsize)
+        elif tap.get("initial"):
+            found[name] = (0,)
+    return found
+
+
 @final
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -135,6 +152,7 @@ class Manifest:
                 for record in self.records
             },
             {record.name: record.paths for record in self.records},
+            inputs=_inputs(self.spec) if self.spec else None,
         )
 
     def describes(self, out_spec: Any) -> bool:

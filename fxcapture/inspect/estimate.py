@@ -166,6 +166,8 @@ class Estimate:
             f"weights {format_bytes(self.weight_bytes)}, of which records only need "
             f"{format_bytes(self.early_stop_weight_bytes)}; {self.flops:.3g} "
             f"operations, of which records only need {share:.1%}"
+            + " (with those that compute records)"
+            * (share > 1)
         )
 
 

@@ -9,7 +9,7 @@ Invariants
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -44,14 +44,17 @@ class Records(Mapping[str, tuple[Any, ...]]):
     copied.
     """
 
-    __slots__ = ("_paths", "_plan", "_shared", "_values")
+    __slots__ = ("_inputs", "_paths", "_plan", "_shared", "_values")
 
     def __init__(
         self,
         values: Mapping[str, tuple[Any, ...]],
         paths: Mapping[str, tuple[str, ...]],
         plan: Plan | None = None,
+        inputs: Mapping[str, Collection[int]] | None = None,
     ) -> None:
+        #: Without a plan: record name to the positions that are inputs, for printing.
+        self._inputs = inputs or {}
         self._values = dict(values)
         self._paths = dict(paths)
         self._plan = plan  # for printing; it mentions modules by name only
@@ -167,7 +170,7 @@ class Records(Mapping[str, tuple[Any, ...]]):
             name: tuple([map_tensors(value, change) for value in entries])
             for name, entries in self._values.items()
         }
-        made = Records(values, self._paths, self._plan)
+        made = Records(values, self._paths, self._plan, self._inputs)
         made._shared = self._shared
         return made
 
@@ -193,9 +196,8 @@ class Records(Mapping[str, tuple[Any, ...]]):
                 if value is None and slot is None:
                     continue
                 path = self._paths[name][i]
-                shown = (repr(path) if path else "(model)") + (
-                    " (input)" if slot and slot.entry else ""
-                )
+                entry = slot.entry if slot else i in self._inputs.get(name, ())
+                shown = (repr(path) if path else "(model)") + " (input)" * entry
                 lines.append(
                     f"    [{i}] {shown}: "
                     + (RETURNED_NONE if value is None else _brief(value))

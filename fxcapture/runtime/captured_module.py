@@ -28,6 +28,7 @@ from fxcapture.runtime.watched_methods import delegate, watched
 from fxcapture.spec.capture_spec import CaptureSpec
 from fxcapture.spec.declared_spec import declared_records
 from fxcapture.spec.flags import selections
+from fxcapture.spec.positions import as_chosen
 from fxcapture.spec.selector import Selector
 from fxcapture.trace.method_entry import as_module
 
@@ -137,6 +138,7 @@ class CapturedModule(nn.Module):
     _fxc_spec: CaptureSpec
     _fxc_settings: dict[str, Any]
     _fxc_selection: tuple[tuple[str, Any], ...]
+    _fxc_written: tuple[tuple[str, Any], ...]  # the same, for printing
     _fxc_program: DynamoProgram
     _fxc_collect: Callable[..., tuple[Any, Records]]
     _fxc_told: set[str]
@@ -150,6 +152,7 @@ class CapturedModule(nn.Module):
         *,
         program: DynamoProgram | None = None,
         selection: tuple[tuple[str, Any], ...] = (),
+        written: tuple[tuple[str, Any], ...] = (),
     ) -> None:
         super().__init__()
         model = _torch.unwrap_optimized(model)
@@ -177,6 +180,7 @@ class CapturedModule(nn.Module):
         own["_fxc_spec"] = spec
         own["_fxc_settings"] = dict(settings)
         own["_fxc_selection"] = selection
+        own["_fxc_written"] = written or selection
         own["_fxc_program"] = program
         own["_fxc_collect"] = collector(model, spec)
         own["_fxc_told"] = set()
@@ -251,13 +255,15 @@ class CapturedModule(nn.Module):
         Raises:
             TargetNotFoundError: a name is no record of the spec.
         """
-        merged = dict(self._fxc_selection) | select
+        chosen = {n: as_chosen(s, f"select[{n!r}]") for n, s in select.items()}
+        merged = dict(self._fxc_written) | chosen
         return CapturedModule(
             self._fxc_model,
             self._fxc_spec,
             self._fxc_settings,
             program=self._fxc_program,
             selection=canonical_selection(self._fxc_spec, merged),
+            written=tuple(merged.items()),
         )
 
     def recording(self, *, keep: Keep = None) -> CallRecording:
@@ -324,7 +330,7 @@ class CapturedModule(nn.Module):
 
     def _fxc_parts(self) -> tuple[nn.Module, CaptureSpec, DynamoProgram]:
         """The model, the spec (with this sibling's selection) and the program."""
-        spec = _selected(self._fxc_spec, self._fxc_selection)
+        spec = _selected(self._fxc_spec, self._fxc_written)
         return self._fxc_model, spec, self._fxc_program
 
     def __getattr__(self, name: str) -> Any:

@@ -48,6 +48,15 @@ class Attention:
         """What it is, for messages."""
         return "scores" if self.scores else "weights"
 
+    def written(self) -> list[str]:
+        """The arguments that make it, as they could be written."""
+        fields = {"heads": self.heads, "queries": self.queries}
+        return [
+            f"{k}={list(v) if isinstance(v, tuple) else v!r}"
+            for k, v in fields.items()
+            if v is not None
+        ]
+
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON values; those that mean "all" are left out."""
         fields = {"heads": self.heads, "queries": self.queries}

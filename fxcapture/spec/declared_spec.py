@@ -76,13 +76,33 @@ def declared_records(model: nn.Module) -> tuple[CaptureSpec, dict[str, str]]:
                 taps[name] = _tap(path, record, found)
                 records[name] = record
     if not taps:
-        raise TargetNotFoundError(
-            f"{type(model).__name__} declares nothing that can be captured",
-            why="neither it nor a sub-model has a _can_record_outputs that fits a "
-            "module",
-            remedy="pass a CaptureSpec, or declare _can_record_outputs on the class",
-        )
+        raise _nothing_declared(model)
     return CaptureSpec(taps), records
+
+
+def _nothing_declared(model: nn.Module) -> TargetNotFoundError:
+    target, example = _near_example(model)
+    return TargetNotFoundError(
+        f"{type(model).__name__} declares nothing that can be captured",
+        why="without a spec, what the model declares is captured: _can_record_outputs "
+        "on its class, a dict of record names to the classes of modules; neither it "
+        "nor a sub-model has one that fits a module",
+        remedy=f'pass a spec: a dict such as {{"states": fxcapture.Tap({target!r})}}; '
+        f'or declare _can_record_outputs = {{"states": {example}}} on the class',
+    )
+
+
+def _near_example(model: nn.Module) -> tuple[str, str]:
+    """A target that fits a model, and the name of a class that it matches.
+
+    The blocks of the model, if it has a list of them.
+    """
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
+            return f"{path}.*" if path else "*", type(module[0]).__name__
+    for name, module in model.named_children():
+        return name, type(module).__name__
+    return "", type(model).__name__
 
 
 def record_spec(model: nn.Module, records: Iterable[str]) -> CaptureSpec:

@@ -13,7 +13,14 @@ from typing import Any, final
 
 from fxcapture.errors import SpecError, SpecTypeError
 
-__all__ = ["Positions", "Slice", "freeze_positions", "normalise_select"]
+__all__ = [
+    "Chosen",
+    "Positions",
+    "Slice",
+    "as_chosen",
+    "freeze_positions",
+    "normalise_select",
+]
 
 
 @final
@@ -31,6 +38,19 @@ class Slice:
 
     def __repr__(self) -> str:
         return f"slice({self.start}, {self.stop}, {self.step})"
+
+
+@final
+class Chosen(tuple[int, ...]):
+    """Positions, sorted and each once, that print as they were written.
+
+    Equal to a tuple of the same positions, and hashed like it.
+    """
+
+    written: str
+
+    def __repr__(self) -> str:
+        return self.written
 
 
 #: Positions in frozen form: ``None`` for all, each by its number, or a slice.
@@ -87,6 +107,19 @@ def normalise_select(select: Any, name: str = "select") -> Positions:
     """
     frozen = freeze_positions(select, name)
     return tuple(sorted(set(frozen))) if isinstance(frozen, tuple) else frozen
+
+
+def as_chosen(select: Any, name: str = "select") -> Positions:
+    """What :func:`normalise_select` makes of a selection, printed as it is written."""
+    if isinstance(select, Chosen):
+        return select
+    frozen = freeze_positions(select, name)
+    if not isinstance(frozen, tuple):
+        return frozen
+    chosen = Chosen(sorted(set(frozen)))
+    alone = hasattr(type(select), "__index__") and not hasattr(select, "__len__")
+    chosen.written = str(frozen[0]) if alone else str(list(frozen))
+    return chosen
 
 
 def _index(item: Any, written: Any, name: str) -> int:

@@ -19,7 +19,7 @@ from fxcapture.reductions import Reduction
 from fxcapture.spec.attention import Attention
 from fxcapture.spec.documents import Reader, shorten
 from fxcapture.spec.function import Function, split_target
-from fxcapture.spec.positions import Positions, Slice, normalise_select
+from fxcapture.spec.positions import Positions, Slice, as_chosen
 from fxcapture.spec.recorded import Recorded
 from fxcapture.spec.selector import Selector
 from fxcapture.spec.stored import Trust, import_name, trusting
@@ -120,7 +120,7 @@ class Tap:
             layer_name = target.layer_name
         put(self, "target", Selector.of(target, layer_name))
         put(self, "output", _check_output(output))
-        put(self, "select", normalise_select(select))
+        put(self, "select", as_chosen(select))
         if point not in ("output", "input"):
             raise SpecError(
                 f"point={point!r} is not a point",
@@ -278,14 +278,17 @@ class Tap:
         parts = [str(self.target)]
         if self.target.layer_name is not None:
             parts.append(f"layer_name={self.target.layer_name!r}")
+        name = "Tap"
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
             if value is None or value is False or value == "output":
                 continue
-            if isinstance(value, tuple):
-                value = list(value)
-            parts.append(f"{field.name}={value!r}")
-        return f"Tap({', '.join(parts)})"
+            if isinstance(value, Attention):
+                name = "AttentionWeights"
+                parts += value.written()
+            else:
+                parts.append(f"{field.name}={value!r}")
+        return f"{name}({', '.join(parts)})"
 
 
 _FIELDS = ("layer_name", *(field.name for field in dataclasses.fields(Tap)))
