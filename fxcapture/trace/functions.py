@@ -21,7 +21,11 @@ import torch
 
 from fxcapture import _torch
 from fxcapture.spec.function import canonical_name, is_reflected
-from fxcapture.trace.signature import Parameters, argument
+from fxcapture.trace.signature import (
+    Parameters,
+    argument,
+    parameters_of_function,
+)
 
 __all__ = [
     "argument_of",
@@ -149,17 +153,9 @@ def _signature(called: Any) -> Parameters | None:
         return None
     if called.__module__ == "torch._tensor" and called.__name__.startswith("__"):
         return None  # an operator's wrapper, of ``(*args, **kwargs)``
-    parameters = list(inspect.signature(called).parameters.values())
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+    found = parameters_of_function(called)
+    if found.takes_more or found.takes_named:
+        # A wrapper, or around a method that is no Python function: ``__pow__``.
         wrapped: Callable[..., Any] | None = getattr(called, "__wrapped__", None)
-        if wrapped is None:
-            return None
-        parameters = list(inspect.signature(wrapped).parameters.values())
-    plain = (bool, int, float, str)
-    return Parameters(
-        tuple(p.name for p in parameters),
-        tuple(p.default if isinstance(p.default, plain) else None for p in parameters),
-        any(p.kind is p.VAR_POSITIONAL for p in parameters),
-        any(p.kind is p.VAR_KEYWORD for p in parameters),
-        sum(p.kind is not p.KEYWORD_ONLY for p in parameters),
-    )
+        found = found if wrapped is None else parameters_of_function(wrapped)
+    return None if found.takes_more and not found.names else found

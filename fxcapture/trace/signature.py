@@ -18,6 +18,7 @@ __all__ = [
     "argument",
     "describe_forward",
     "has_forward",
+    "parameters_of_function",
 ]
 
 
@@ -52,14 +53,20 @@ def describe_forward(module: nn.Module) -> Parameters:
     A library that puts a ``forward(*args, **kwargs)`` of its own into the instance
     hides them; then those of the class's ``forward`` are meant.
     """
-    found = _parameters_of(module.forward)
+    found = parameters_of_function(module.forward)
     if not found.names and found.takes_more and "forward" in module.__dict__:
-        behind = _parameters_of(getattr(type(module), "forward", None), skip=1)
+        behind = parameters_of_function(getattr(type(module), "forward", None), skip=1)
         found = behind if behind.names else found
     return found
 
 
-def _parameters_of(function: Any, skip: int = 0) -> Parameters:
+def parameters_of_function(function: Any, skip: int = 0) -> Parameters:
+    """The parameters of any function; of one without a signature, none by name.
+
+    Args:
+        function: The function.
+        skip: How many of the first ones are no parameters of a call: ``self``.
+    """
     try:
         parameters = list(inspect.signature(function).parameters.values())[skip:]
     except (TypeError, ValueError):  # builtin or scripted: no signature to read
