@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fxcapture.spec.function import canonical_name, is_reflected
-from fxcapture.trace.functions import holds_tensor, parameters_of
+from fxcapture.trace.functions import holds_tensor, own_name, parameters_of
 from fxcapture.trace.listen import Listener
 
 __all__ = ["HeardCall", "Hears", "hearing"]
@@ -50,10 +50,12 @@ class HeardCall:
         """One argument, by the position or name of its parameter."""
         if self.called is None:
             return self.args[0]
-        names = parameters_of(self.called, len(self.args)).names
-        given = dict(zip(names, self.args, strict=False)) | dict(self.kwargs)
+        parameters = parameters_of(self.called, len(self.args))
+        names = parameters.names
+        given = dict(zip(names, self.args, strict=False))
+        given |= {own_name(parameters, k): v for k, v in self.kwargs.items()}
         if isinstance(which, str):
-            return given.get(which, given.get({"input": "self"}.get(which, which)))
+            return given.get(own_name(parameters, which))
         if which < len(self.args):
             return self.args[which]
         return given.get(names[which]) if which < len(names) else None

@@ -73,7 +73,8 @@ def canonical_name(name: str) -> str:
             name = name[1:]
     elif name in _IN_PLACE:  # of the module ``operator``
         name = name[1:]
-    name = name.rstrip("_") or name
+    # What ``F.max_pool2d`` is, to torch, where it returns the indices too.
+    name = name.removesuffix("_with_indices").rstrip("_") or name
     return _SYNONYMS.get(name, name)
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "argument_of",
     "holds_tensor",
     "name_of",
+    "own_name",
     "parameters_of",
     "writes_to_arguments",
 ]
@@ -51,8 +52,12 @@ def _name_of(called: Any) -> str:
     name = _torch.operator_name_of(called)
     if name is None:
         name = getattr(called, "__name__", "")
-    # Reading an attribute of a tensor; to torch it is a call of the property's getter.
-    return "" if name in ("__get__", "__set__") else canonical_name(name)
+    return "" if name in _ATTRIBUTES else canonical_name(name)
+
+
+#: Reading an attribute of a tensor: to torch a call of the property's getter, in a
+#: graph of Dynamo's a node of these.
+_ATTRIBUTES = frozenset({"__get__", "__set__", "getattr", "_get_data_attr"})
 
 
 def holds_tensor(value: Any) -> bool:
@@ -95,25 +100,50 @@ def argument_of(
         args: What the call passes by position.
         kwargs: What it passes by keyword.
     """
-    parameters, which, reverses = _looked_up(called, which, len(args))
+    parameters, which, reverses, names = _looked_up(
+        called, which, len(args), tuple(kwargs)
+    )
     if reverses:
         args = (args[1], args[0], *args[2:])
-    return argument(parameters, which, args, kwargs)
+    named = dict(zip(names, kwargs.values(), strict=True))
+    return argument(parameters, which, args, named)
 
 
 @_torch.constant
 def _looked_up(
-    called: Any, which: int | str, number: int
-) -> tuple[Parameters, int | str, bool]:
-    """Its parameters, the wanted one by the name it has there, if operands swap."""
+    called: Any, which: int | str, number: int, keywords: tuple[str, ...]
+) -> tuple[Parameters, int | str, bool, list[str]]:
+    """How to find one argument of a call.
+
+    Returns:
+        The parameters; the wanted one by its name there; whether the operands swap;
+        and the names there of the arguments that are passed by keyword.
+    """
     parameters = parameters_of(called, number)
     name = called if isinstance(called, str) else getattr(called, "__name__", "")
-    if isinstance(which, str) and which not in parameters.names:
-        # A method's first parameter is ``self``; of the same function, ``input``.
-        same = {"input": "self", "self": "input"}.get(which)
-        if same in parameters.names:
-            which = same
-    return parameters, which, is_reflected(name)
+    if isinstance(which, str):
+        which = own_name(parameters, which)
+    names = [own_name(parameters, keyword) for keyword in keywords]
+    return parameters, which, is_reflected(name), names
+
+
+#: Names by which torch takes the same argument: a method's first is ``self``, the
+#: function's ``input``, and there are those that NumPy has.
+_SAME = (
+    frozenset({"self", "input", "x", "a", "x1"}),
+    frozenset({"other", "x2"}),
+    frozenset({"dim", "axis"}),
+    frozenset({"keepdim", "keepdims"}),
+)
+
+
+def own_name(parameters: Parameters, name: str) -> str:
+    """The name that a parameter has among these, of those that torch takes for it."""
+    if name not in parameters.names:
+        for same in _SAME:
+            if name in same:
+                return next((n for n in parameters.names if n in same), name)
+    return name
 
 
 def parameters_of(called: Any, number: int = 0) -> Parameters:
