@@ -164,7 +164,7 @@ class Estimate:
         return (
             f"{format_table(rows)}\n\n{format_table(peaks)}\n\n"
             f"weights {format_bytes(self.weight_bytes)}, of which records only need "
-            f"{format_bytes(self.early_stop_weight_bytes)}; {self.flops:.3g} "
+            f"{format_bytes(self.early_stop_weight_bytes)}\n{self.flops:.3g} "
             f"operations, of which records only need {share:.1%}"
             + " (with those that compute records)"
             * (share > 1)
