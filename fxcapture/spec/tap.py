@@ -284,7 +284,8 @@ class Tap:
             if value is None or value is False or value == "output":
                 continue
             if isinstance(value, Attention):
-                name = "AttentionWeights"
+                scores = self.attention.scores
+                name = "AttentionScores" if scores else "AttentionWeights"
                 parts += value.written()
             else:
                 parts.append(f"{field.name}={value!r}")

@@ -39,6 +39,7 @@ from fxcapture.trace.attention_kernel import (
     masked_scores,
     softmax_weights,
 )
+from fxcapture.trace.listen import innermost, unheard
 from fxcapture.trace.packed_attention import PACKED, PackedCall, packed_call, project
 
 __all__ = [
@@ -161,7 +162,11 @@ class WatchFused(TorchFunctionMode):
             self.calls.append(flex_call(*args, **kwargs))
         elif func is PACKED:
             # Now: the module may write to its query afterwards.
-            self.calls.append(_unpacked(packed_call(*args, **kwargs)))
+            call = packed_call(*args, **kwargs)
+            if innermost() is None:
+                self.calls.append(_unpacked(call))
+            else:  # the projections are no function calls of the module's
+                self.calls.append(unheard(_unpacked, (call,)))
         return _torch.traceable(func)(*args, **kwargs)
 
 

@@ -116,8 +116,24 @@ def test_weights_are_the_softmax_of_the_scores_of_torch_s_own_module() -> None:
     torch.testing.assert_close(made, records["weights"][0])
 
 
+@torch.no_grad()
+def test_what_weights_are_computed_of_is_no_function_call() -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True).eval()
+    spec = {
+        "weights": fxc.AttentionWeights("self_attn"),
+        "calls": fxc.Tap("self_attn::linear", optional=True),
+        "inner": fxc.Tap("self_attn::multi_head_attention_forward", output=0),
+    }
+    function, params, buffers = fxc.functional(model, spec)
+    records = function(params, buffers, X)[1]
+    assert records["calls"] == ()
+    assert len(records["weights"]) == len(records["inner"]) == 1
+
+
 def test_the_tap_is_stored_and_read() -> None:
     tap = fxc.AttentionScores("a", heads=[1], queries=slice(2, None))
+    assert repr(tap).startswith("AttentionScores('a', ")
     assert fxc.Tap.from_json(tap.to_json()) == tap
     assert tap != fxc.AttentionWeights("a", heads=[1], queries=slice(2, None))
     stored = tap.to_json()
