@@ -284,7 +284,7 @@ class Tap:
             if value is None or value is False or value == "output":
                 continue
             if isinstance(value, Attention):
-                scores = self.attention.scores
+                scores = value.scores
                 name = "AttentionScores" if scores else "AttentionWeights"
                 parts += value.written()
             else:
